@@ -1,0 +1,224 @@
+"""expected and expectations: rule sets, releases, and chapters without rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from traceanalyzer import expect
+from traceanalyzer.errors import JobError
+from traceanalyzer.expect import versions
+from traceanalyzer.expect.quantity import Quantity, human_bytes
+from traceanalyzer.job import Job
+
+
+def _releases(job: Job, rank: int = 0) -> list[str]:
+    return [variant.releases for variant in expect.expectations(job, rank)]
+
+
+def test_known_release_gives_one_expectation(tiny: Callable[..., Job]) -> None:
+    (variant,) = expect.expectations(tiny(), 0)
+    assert variant.releases == "0.16"
+    assert variant.expectation == expect.expected(tiny(), 0)
+    assert variant.expectation.version == "0.16.1"
+
+
+def test_releases_that_make_no_difference_are_one(tiny: Callable[..., Job]) -> None:
+    job = tiny(megatron_core_version=None, sequence_parallel=False)
+    assert _releases(job) == ["all"]
+
+
+def test_releases_that_differ_are_told_apart(tiny: Callable[..., Job]) -> None:
+    assert _releases(tiny(megatron_core_version=None)) == ["<=0.7", ">=0.8"]
+    distributed = tiny(megatron_core_version=None, sequence_parallel=False, use_distributed_optimizer=True)
+    assert _releases(distributed) == ["<=0.12", ">=0.13"]
+    last_stage = {"framework": "megatron-lm", "world_size": 4, "pipeline_model_parallel_size": 2}
+    loop = tiny(megatron_core_version=None, sequence_parallel=False, sft=False, **last_stage)
+    assert _releases(loop, 2) == [
+        "<=0.4",  # batches sent in another way
+        "0.5-0.6",  # mean loss
+        "0.7-0.10",  # loss and tokens
+        "0.11-0.12",  # scalars over model parallel
+        "0.13",  # loss once a step
+        "0.14-0.15, >=0.17",  # rerun state
+        "0.16",  # packing broadcasts
+    ]
+
+
+def test_variants_cover_every_known_release_once(tiny: Callable[..., Job]) -> None:
+    job = tiny(megatron_core_version=None, framework="megatron-lm")
+    found = expect.expectations(job, 0)
+    assert [variant.releases for variant in found] == [
+        "<=0.4",
+        "0.5-0.6",
+        "0.7",
+        "0.8-0.10",
+        "0.11-0.12",
+        "0.13",
+        "0.14-0.15, >=0.18",
+        "0.16",
+        "0.17",
+    ]
+    for release in versions.KNOWN:
+        text = f"{release[0]}.{release[1]}"
+        same = expect.expected(job, 0, version=text).calls
+        assert sum(_sizes(variant.expectation.calls) == _sizes(same) for variant in found) == 1
+
+
+def _sizes(calls: Any) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for row in calls:
+        found[row.role, row.op, row.phase, row.component, row.in_elems] += row.calls
+    return found
+
+
+def test_named_release_beats_the_job(tiny: Callable[..., Job]) -> None:
+    assert expect.expected(tiny(), 0, version="0.7.0").version == "0.7.0"
+    embedding = [row.op for row in expect.expected(tiny(), 0, version="0.7.0").calls if row.component == "embedding"]
+    assert embedding == ["all_reduce", "all_gather"]
+
+
+def test_unknown_release_means_the_newest(tiny: Callable[..., Job]) -> None:
+    job = tiny(megatron_core_version=None)
+    assert expect.expected(job, 0).calls == expect.expected(job, 0, version="0.19").calls
+    assert expect.expected(job, 0).version is None
+
+
+def test_chapters_without_rules(tiny: Callable[..., Job]) -> None:
+    job = tiny(
+        world_size=16,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=2,
+        num_experts=4,
+        expert_model_parallel_size=2,
+    )
+    missing = {entry.what for entry in expect.expected(job, 0).not_modelled}
+    assert missing == {
+        "pipeline chapter",
+        "pipeline chapter: tied embedding",
+        "context parallel chapter",
+        "expert parallel chapter",
+    }
+    assert [entry.what for entry in expect.expected(tiny(forward_only=True), 0).not_modelled] == []
+
+
+def test_rule_set_must_be_known(tiny: Callable[..., Job]) -> None:
+    with pytest.raises(JobError, match="megatron, document"):
+        expect.expected(tiny(), 0, rules="other")  # type: ignore[arg-type]
+
+
+# -- the document's rules --------------------------------------------------------------------------------------------
+
+
+def _document(job: Job, rank: int = 0) -> list[tuple[str, str, str, int]]:
+    rows = expect.expected(job, rank, rules="document").calls
+    return [(row.phase, row.component, row.op, row.calls) for row in rows]
+
+
+def test_document_mirrors_the_forward_pass(document_job: Callable[..., Job]) -> None:
+    assert _document(document_job(num_layers=1)) == [
+        ("forward", "attention.qkv", "all_gather", 1),
+        ("forward", "attention.proj", "reduce_scatter", 1),
+        ("forward", "mlp.fc1", "all_gather", 1),
+        ("forward", "mlp.fc2", "reduce_scatter", 1),
+        ("backward", "mlp.fc2", "all_gather", 1),
+        ("backward", "mlp.fc1", "reduce_scatter", 1),
+        ("backward", "attention.proj", "all_gather", 1),
+        ("backward", "attention.qkv", "reduce_scatter", 1),
+    ]
+
+
+def test_document_without_sequence_parallelism(document_job: Callable[..., Job]) -> None:
+    """E6: two all-reduces per layer and direction, no all-gather."""
+    assert _document(document_job(num_layers=1, sequence_parallel=False)) == [
+        ("forward", "attention.proj", "all_reduce", 1),
+        ("forward", "mlp.fc2", "all_reduce", 1),
+        ("backward", "mlp.fc1", "all_reduce", 1),
+        ("backward", "attention.qkv", "all_reduce", 1),
+    ]
+
+
+def test_document_combined_sizes(document_job: Callable[..., Job]) -> None:
+    """E2, E7 and section B of the errata: TP4 CP2 PP4, 128 MiB full, 96 off rank, 15 dense and 5 MoE layers a stage."""
+    job = document_job(
+        world_size=1024,
+        grid="product",
+        order="tp-pp-cp-ep-dp",
+        context_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=8,
+        num_experts=64,
+        moe_layer_freq=4,
+        num_microbatches=1,
+    )
+    rows = expect.expected(job, 4, rules="document").calls
+    assert {(row.payload_bytes, int(row.off_rank_bytes)) for row in rows} == {(128 << 20, 96 << 20)}
+    for phase in ("forward", "backward"):
+        total = sum(row.off_rank_bytes * row.calls for row in rows if row.phase == phase)
+        assert total == (15 * 4 + 5 * 2) * 96 << 20
+
+
+def test_document_of_one_rank_and_of_a_forward_pass(document_job: Callable[..., Job]) -> None:
+    assert _document(document_job(world_size=1, tensor_model_parallel_size=1)) == []
+    assert {phase for phase, *_ in _document(document_job(forward_only=True))} == {"forward"}
+
+
+# -- releases and quantities -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [("0.16.1", (0, 16)), ("0.9", (0, 9)), ("core_v0.14.0rc5", (0, 14)), ("1.2.0", (1, 2))],
+)
+def test_parse(text: str, release: tuple[int, int]) -> None:
+    assert versions.parse(text) == release
+
+
+def test_parse_refuses_other_text() -> None:
+    with pytest.raises(JobError, match="megatron_core_version='main'"):
+        versions.parse("main")
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        (versions.KNOWN, "all"),
+        (versions.KNOWN[:7], "<=0.10"),
+        ([(0, 11), (0, 12)], "0.11-0.12"),
+        ([(0, 12)], "0.12"),
+        (versions.KNOWN[9:], ">=0.13"),
+        ([(0, 14), (0, 15), (0, 17)], "0.14-0.15, 0.17"),
+    ],
+)
+def test_span(releases: Any, words: str) -> None:
+    assert versions.span(releases) == words
+
+
+def test_words_of_a_behaviour() -> None:
+    assert versions.from_on("loss once per step") == ">=0.13"
+    assert versions.before("loss once per step") == "<=0.12"
+    assert versions.between("loss sum and tokens", "loss once per step") == "0.7-0.12"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (1023, "1,023 B"),
+        (33554432, "32 MiB"),
+        (11796480, "11.25 MiB"),
+        (9395240960, "8.75 GiB"),
+        (1000000, "about 976.56 KiB"),
+    ],
+)
+def test_human_bytes(count: int, words: str) -> None:
+    assert human_bytes(count) == words
+
+
+def test_quantity_leaves_out_what_it_repeats() -> None:
+    assert str(Quantity("S/TP", "8192/4", 2048)) == "S/TP = 8192/4 = 2,048"
+    assert str(Quantity("1", "1", 1)) == "1"

@@ -1,0 +1,100 @@
+"""What an expectation is: one row per kind of call, with its size, its count, its evidence and its waste."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from traceanalyzer import traffic
+
+RuleSet = Literal["megatron", "document"]
+RULE_SETS: tuple[RuleSet, ...] = ("megatron", "document")
+
+PHASES: tuple[str, ...] = ("forward", "backward", "recompute", "optimizer", "other")
+"""Phases of a step. recompute is forward work repeated inside the backward pass."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why a rule is believed.
+
+    kind: 'run' (real code was executed and recorded), 'source' (read in the named file), 'document' (the seed says so),
+    'inferred'. where: run, file and symbol, or section.
+    """
+
+    kind: Literal["run", "source", "document", "inferred"]
+    where: str
+
+
+@dataclass(frozen=True)
+class Avoidable:
+    """Bytes that need not be sent: how many per call, the cause's code (see causes.py) and the setting that removes it."""
+
+    bytes_per_call: int
+    code: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class ExpectedCall:
+    """Calls of one kind that one rank makes in one step.
+
+    ``in_elems`` and ``out_elems`` are this rank's elements as a profiler shows them; ``payload_bytes`` and
+    ``off_rank_bytes`` follow from them (traffic.py). ``calls`` is per rank and step. ``formula`` maps the words of
+    ``--explain`` to a line each, with symbols and numbers.
+    """
+
+    rule: str
+    role: str
+    op: str
+    phase: str
+    component: str
+    dtype: str
+    in_elems: int
+    out_elems: int
+    group_size: int
+    calls: int
+    evidence: Evidence
+    stage: int | None = None
+    avoidable: Avoidable | None = None
+    versions: str = ""
+    formula: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload of one call in bytes."""
+        size = traffic.payload_bytes(self.op, self.in_elems, self.out_elems, self.dtype, self.group_size)
+        if size is None:
+            raise ValueError(f"rule {self.rule}: no payload for {self.op} of {self.dtype}")
+        return size
+
+    @property
+    def off_rank_bytes(self) -> Fraction:
+        """Bytes that leave the rank in one call, ring-equivalent."""
+        return Fraction(self.payload_bytes) * traffic.off_rank_factor(self.op, self.group_size)
+
+
+@dataclass(frozen=True)
+class NotModelled:
+    """Traffic a rule set has no rule for: which roles and components it touches, and the flag or chapter to blame.
+
+    Cells it can touch become ``unknown (not modelled: what)``, never ``match``. ``phases`` and ``ops`` empty: all.
+    """
+
+    what: str
+    roles: tuple[str, ...]
+    phases: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Everything one rank should send in one step under one rule set, and what the rule set cannot say."""
+
+    rules: RuleSet
+    rank: int
+    calls: tuple[ExpectedCall, ...]
+    not_modelled: tuple[NotModelled, ...]
+    version: str | None = None
