@@ -1,0 +1,1 @@
+"""The SQL library: one documented view or macro per .sql file."""

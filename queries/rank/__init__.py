@@ -1,0 +1,1 @@
+"""Views that one rank's rows answer."""

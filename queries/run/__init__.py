@@ -1,0 +1,1 @@
+"""Views that look across ranks at the results of rank views."""

@@ -1,0 +1,1 @@
+"""Pure functions of results: terminal, JSON, Markdown, HTML."""
