@@ -1,0 +1,69 @@
+"""What several commands share: finding the job of a run, printing, options that look alike everywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from traceanalyzer import schema
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from traceanalyzer.job import Job
+    from traceanalyzer.run import Run
+
+job_option = click.option(
+    "--job",
+    "job_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The job as intended: TOML, YAML, Megatron's log of rank 0, or a text with the launch command.",
+)
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="What to print: a text to read, or one JSON document.",
+)
+
+
+class ChosenJob(NamedTuple):
+    """The job a command uses, and where it comes from: file, intended, captured, or None without a job."""
+
+    job: Job | None
+    used: str | None
+
+
+def job_of(run: Run, job_file: Path | None) -> ChosenJob:
+    """The job of a run: from the file if given, else as intended, else as captured, else none."""
+    from traceanalyzer.job import Job, read_job
+
+    if job_file is not None:
+        return ChosenJob(read_job(job_file), "file")
+    for which, used in ((schema.META_JOB_INTENDED, "intended"), (schema.META_JOB_CAPTURED, "captured")):
+        text = run.job_text(which)
+        if text is not None:
+            return ChosenJob(Job.from_json(text), used)
+    return ChosenJob(None, None)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints one JSON document."""
+    click.echo(json.dumps(document, indent=2))
+
+
+def print_report(report: RenderableType) -> None:
+    """Prints something of rich's to stdout: as wide as the terminal, 80 columns in a pipe, no blanks at line ends."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    with console.capture() as captured:
+        console.print(report)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -1,0 +1,119 @@
+"""``traceanalyzer diff``: measured traffic beside the expectation, cell by cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from traceanalyzer.cli.common import job_option
+from traceanalyzer.expect.model import RULE_SETS, RuleSet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_WIDTH = 160
+"""Columns where there is no terminal to ask and COLUMNS is not set: the table with every column."""
+
+
+@click.command(name="diff")
+@click.argument("run", metavar="RUN")
+@job_option
+@click.option(
+    "--rules",
+    type=click.Choice(RULE_SETS),
+    default="megatron",
+    show_default=True,
+    help="Which model: what Megatron really does, or the formulas of the document the model came from.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "markdown"]),
+    default="table",
+    show_default=True,
+    help="What to print: a table to read, one JSON document, or Markdown.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    metavar="X",
+    help="Relative difference of calls and bytes that still counts as a match.",
+)
+@click.option(
+    "--min-coverage",
+    type=click.FloatRange(0, 1),
+    default=0.99,
+    show_default=True,
+    metavar="X",
+    help="Share of the communication that must be attributed and judged; below it the exit code is 3.",
+)
+@click.option("--explain", type=int, metavar="N", help="Show the formula and the source of row N of the table.")
+@click.option("--exact", is_flag=True, help="Show bytes to the last one instead of KiB, MiB, GiB.")
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to a file instead.")
+def diff_command(
+    run: str,
+    job_file: Path | None,
+    rules: RuleSet,
+    form: str,
+    tolerance: float,
+    min_coverage: float,
+    explain: int | None,
+    exact: bool,
+    out: Path | None,
+) -> None:
+    """Compare a run with what its job should communicate.
+
+    One row per kind of call: expected and measured calls and bytes per rank and step, a verdict, and a cause where
+    something differs. RUN is a Parquet file, a folder of them, a glob, or a URL; its job is the one of --job, else the one
+    stored in it.
+
+    Exit code: 0 match, 1 something differs, 2 usage or unreadable input, 3 cannot be judged.
+    """
+    from traceanalyzer.diff import diff
+    from traceanalyzer.job import read_job
+    from traceanalyzer.reports import diff as report
+    from traceanalyzer.reports import diff_terminal
+    from traceanalyzer.run import Run
+
+    if explain is not None and form != "table":
+        raise click.UsageError("--explain goes with --format table.")
+    job = None if job_file is None else read_job(job_file)
+    with Run.open(run) as opened:
+        found = diff(opened, job, rules=rules, tolerance=tolerance, min_coverage=min_coverage)
+    if form == "json":
+        text = json.dumps(report.document(found), indent=1) + "\n"
+    elif form == "markdown":
+        text = report.markdown(found, exact=exact)
+    else:
+        console = _console(out)
+        try:
+            screen = diff_terminal.render(found, exact=exact, explain=explain, width=console.width)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.", param_hint="--explain") from None
+        with console.capture() as captured:
+            console.print(screen)
+        text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+    sys.exit(found.exit_code)
+
+
+def _console(out: Path | None) -> Console:
+    """Where the table goes: the terminal, a pipe, or a file, which has no colours."""
+    from rich.console import Console
+
+    stream = sys.stdout if out is None else StringIO()
+    known = out is None and (stream.isatty() or bool(os.environ.get("COLUMNS")))
+    width = None if known else _PIPE_WIDTH
+    terminal = None if out is None else False  # FORCE_COLOR is about the terminal
+    return Console(file=stream, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
