@@ -1,0 +1,142 @@
+"""Roles and places: the small tables that say which group is which axis and where in the step a call was made.
+
+The only code that decides roles, steps, phases and components. Each fact comes with its evidence; a fact without evidence
+is null. ``attach`` computes the tables once and joins them into the view ``comm``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from traceanalyzer.attribute import places, roles, steps
+from traceanalyzer.axes import rollup
+from traceanalyzer.job import Job
+from traceanalyzer.run import Run
+
+__all__ = ["Attribution", "attach", "places", "roles", "steps"]
+
+ATTRIBUTED_COLUMNS: dict[str, tuple[str, str]] = {
+    "role": ("VARCHAR", "Role of the call's group, in Megatron's vocabulary (tp, dp_cp, ...). Null: unknown."),
+    "role_evidence": (
+        "VARCHAR",
+        (
+            "description (the group's own), layout (its ranks fit one role of the job's layout), layout and call_path (they "
+            "fit several, the calling function settles it), call_path (the trace does not name the group, or its ranks are "
+            "not known), pattern (type, size and count fit one expected kind of call)."
+        ),
+    ),
+    "axis": ("VARCHAR", "The role rolled up to TP, CP, EP, PP, DP or other."),
+    "step": ("BIGINT", "Training step the call was issued in. Null: outside every step."),
+    "step_evidence": (
+        "VARCHAR",
+        (
+            "recorded (by a hook), profiler_step, mark, optimizer (one optimizer step recorded: the whole recording), "
+            "window (the whole recording)."
+        ),
+    ),
+    "step_complete": ("BOOLEAN", "Whether the step was recorded whole, as far as the file shows."),
+    "phase": (
+        "VARCHAR",
+        "forward, backward, recompute, optimizer, other (outside autograd and modules). Null: unknown.",
+    ),
+    "phase_evidence": (
+        "VARCHAR",
+        "recorded (by a hook), call_path, no_path (no function or module of the thread encloses the call).",
+    ),
+    "microbatch": ("INTEGER", "Micro-batch. Null: unknown."),
+    "microbatch_evidence": ("VARCHAR", "recorded (by a hook), mark (a range ta:microbatch encloses the call)."),
+    "component": ("VARCHAR", "Part of the model, where the calling function and the shape tell. Null: unknown."),
+    "component_evidence": ("VARCHAR", "recorded, call_path, call_path and shape."),
+}
+"""Columns that ``attach`` adds to the view comm: type and meaning."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What attach found: steps per rank, and conflicts between the declared layout and the observed groups."""
+
+    steps: list[steps.Step]
+    conflicts: list[roles.GroupConflict]
+
+
+def attach(run: Run, job: Job | None) -> Attribution:
+    """Computes roles and places for a run and joins them into its view ``comm``; ``job`` None: without a layout."""
+    groups, conflicts = roles.of_groups(run, job)
+    run.table("group_role", groups)
+    found = steps.of_ranks(run)
+    run.table("step_range", steps.as_table(found))
+    run.table("path_place", places.of_paths(run, job))
+    rolled = {role: rollup(role) for role in roles.known_roles()}
+    run.table("role_axis", pa.table({"role": list(rolled), "axis": list(rolled.values())}))
+    conflicts += roles.of_callers(run)
+    roles.settle(run, {})
+    run.connection.execute("CREATE OR REPLACE VIEW comm AS " + _COMM)
+    return Attribution(found, conflicts)
+
+
+_COMM = """
+WITH placed AS (
+  SELECT c.*, coalesce(c.t_issue_ns, c.start_ns) AS at_ns,
+         g.role AS group_role, g.role_evidence AS group_evidence, g.candidates,
+         p.path_role, p.path_phase, p.path_component, p.path_microbatch, p.path_phase_evidence,
+         p.path_component_evidence, s.path_size,
+         CASE WHEN c.op = 'all_gather' AND c.in_elems > 0 AND c.out_elems % c.in_elems = 0
+                THEN c.out_elems // c.in_elems
+              WHEN c.op = 'reduce_scatter' AND c.out_elems > 0 AND c.in_elems % c.out_elems = 0
+                THEN c.in_elems // c.out_elems END AS implied_size
+  FROM recorded_comm c
+  LEFT JOIN group_role g ON g.rank IS NOT DISTINCT FROM c.rank AND g.group_id = c.group_id
+  LEFT JOIN path_place p ON p.call_path IS NOT DISTINCT FROM c.call_path
+       AND p.in_dims IS NOT DISTINCT FROM c.in_dims
+  LEFT JOIN role_size s ON s.role = p.path_role
+),
+decided AS (
+  SELECT *,
+    CASE WHEN group_role IS NOT NULL THEN group_evidence
+         WHEN list_contains(candidates, path_role) THEN 'layout and call_path'
+         WHEN candidates IS NULL AND path_role IS NOT NULL
+              AND coalesce(coalesce(group_size, implied_size) = path_size, true) THEN 'call_path'
+    END AS decided_evidence
+  FROM placed
+),
+located AS (
+  SELECT d.*, CASE WHEN decided_evidence IS NULL THEN NULL ELSE coalesce(group_role, path_role) END AS decided_role,
+         CASE WHEN d.at_ns < s.step_end_ns THEN s.step END AS found_step,
+         CASE WHEN d.at_ns < s.step_end_ns THEN s.step_evidence END AS found_evidence,
+         CASE WHEN d.at_ns < s.step_end_ns THEN s.step_complete END AS step_complete,
+         -- a thread's ranges place a call only where they were recorded
+         d.completeness IS DISTINCT FROM 'kernel_only' AND (d.call_path IS NOT NULL OR d.source = 'kineto') AS has_path
+  FROM decided d
+  ASOF LEFT JOIN step_range s ON s.rank_key = coalesce(d.rank, -1) AND d.at_ns >= s.step_start_ns
+),
+told AS (
+  SELECT * EXCLUDE (at_ns, group_role, group_evidence, candidates, path_role, path_phase, path_component, path_microbatch,
+                    path_phase_evidence, path_component_evidence, path_size, implied_size, found_step, found_evidence,
+                    has_path),
+         coalesce(recorded_step, found_step) AS step,
+         CASE WHEN recorded_step IS NOT NULL THEN 'recorded' ELSE found_evidence END AS step_evidence,
+         coalesce(recorded_phase, CASE WHEN has_path THEN path_phase END) AS phase,
+         CASE WHEN recorded_phase IS NOT NULL THEN 'recorded' WHEN has_path THEN path_phase_evidence END
+           AS phase_evidence,
+         coalesce(recorded_microbatch, path_microbatch) AS microbatch,
+         CASE WHEN recorded_microbatch IS NOT NULL THEN 'recorded' WHEN path_microbatch IS NOT NULL THEN 'mark' END
+           AS microbatch_evidence,
+         coalesce(recorded_component, path_component) AS component,
+         CASE WHEN recorded_component IS NOT NULL THEN 'recorded' ELSE path_component_evidence END AS component_evidence
+  FROM located
+)
+SELECT t.* EXCLUDE (decided_role, decided_evidence),
+       coalesce(decided_role, pattern_role) AS role,
+       CASE WHEN decided_role IS NULL AND pattern_role IS NOT NULL THEN 'pattern' ELSE decided_evidence END
+         AS role_evidence,
+       a.axis
+FROM told t
+LEFT JOIN pattern_role x
+  ON t.decided_role IS NULL AND x.rank = t.rank AND x.step = t.step AND x.op = t.op
+  AND x.dtype IS NOT DISTINCT FROM t.dtype AND x.in_elems IS NOT DISTINCT FROM t.in_elems
+  AND x.out_elems IS NOT DISTINCT FROM t.out_elems AND x.phase IS NOT DISTINCT FROM t.phase
+  AND x.group_size IS NOT DISTINCT FROM t.group_size
+LEFT JOIN role_axis a ON a.role = coalesce(decided_role, pattern_role)
+"""

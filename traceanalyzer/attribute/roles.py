@@ -1,0 +1,237 @@
+"""Which role each process group plays, by the first evidence that settles it.
+
+In order: the group's description; its ranks against the job's layout, if one role fits; the functions that call on it,
+among the roles that fit; type, size and count of its traffic. (The replay of a framework's creation order is not
+implemented yet.) Rank sets are not unique keys: TP and ETP, PP and EMBEDDING, CP and EP can coincide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from traceanalyzer import axes
+from traceanalyzer.errors import JobError
+from traceanalyzer.job import Job
+from traceanalyzer.run import Run
+
+
+class GroupConflict(NamedTuple):
+    """A role whose observed groups contradict the declared layout: their size or, where that agrees, their ranks.
+
+    declared, observed: a size (0: the layout makes no such group), or the ranks of one group.
+    """
+
+    role: str
+    declared: int | tuple[int, ...]
+    observed: int | tuple[int, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The conflict in words."""
+        if self.declared == 0:
+            return f"declared no {self.role} groups, observed groups of {self.observed} ranks"
+        if isinstance(self.declared, int):
+            ranks = "1 rank" if self.declared == 1 else f"{self.declared} ranks"
+            return f"declared {self.role} groups of {ranks}, observed groups of {self.observed}"
+        return f"declared a {self.role} group of ranks {_listed(self.declared)}, observed {_listed(self.observed)}"
+
+
+def _listed(ranks: int | tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) if isinstance(ranks, tuple) else str(ranks)
+
+
+class Look(NamedTuple):
+    """What a call looks like in a recording; None: not recorded."""
+
+    op: str | None
+    dtype: str | None
+    in_elems: int | None
+    out_elems: int | None
+    phase: str | None
+    group_size: int | None
+
+
+class Signature(NamedTuple):
+    """What an expected kind of call looks like, its role, and how many calls of it a step has."""
+
+    op: str
+    dtype: str
+    in_elems: int
+    out_elems: int
+    phase: str
+    group_size: int
+    role: str
+    calls: int
+
+
+def known_roles() -> tuple[str, ...]:
+    """The role vocabulary."""
+    return tuple(axes.ROLES)
+
+
+def layout_of(job: Job | None) -> axes.Layout | None:
+    """The job's layout, None without a job or where the job does not determine one."""
+    if job is None:
+        return None
+    try:
+        return job.layout
+    except JobError:
+        return None
+
+
+def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[GroupConflict]]:
+    """Role of every group of a run (table group_role) and where observed groups contradict the layout.
+
+    ``candidates`` of a group are the roles its ranks fit; null where they cannot be compared, because layout or ranks are
+    unknown. Also creates the table role_size: what each role's group size is by the layout.
+    """
+    layout = layout_of(job)
+    known = {} if layout is None else _sizes(layout)
+    run.table(
+        "role_size",
+        pa.table({"role": pa.array(list(known), pa.string()), "path_size": pa.array(list(known.values()), pa.int32())}),
+    )
+    rows = run.tuples(
+        "SELECT rank, group_id, description, group_size, ranks FROM process_group ORDER BY rank, group_id"
+    )
+    fits: dict[tuple[int, ...], tuple[str, ...]] = {}
+    decided: list[tuple[int | None, str, str | None, str | None, tuple[str, ...] | None]] = []
+    conflicts: dict[GroupConflict, None] = {}
+    for rank, group_id, description, size, ranks in rows:
+        role = axes.role_of_description(description)
+        evidence = None if role is None else "description"
+        candidates = None
+        if role is not None and role not in _SIZE_VARIES and layout is not None:
+            found = _conflict(layout, known, role, size, ranks)
+            if found is not None:
+                conflicts[found] = None
+        if role is None and layout is not None and ranks is not None:
+            key = tuple(ranks)
+            candidates = fits[key] if key in fits else fits.setdefault(key, layout.roles_with_ranks(key))
+            if len(candidates) == 1:
+                role, evidence = candidates[0], "layout"
+        decided.append((rank, group_id, role, evidence, candidates))
+    types = (pa.int32(), pa.string(), pa.string(), pa.string(), pa.list_(pa.string()))
+    names = ("rank", "group_id", "role", "role_evidence", "candidates")
+    table = pa.table(
+        {name: pa.array([d[i] for d in decided], types[i]) for i, name in enumerate(names)},
+    )
+    return table, _one_of_each_kind(conflicts)
+
+
+def _sizes(layout: axes.Layout) -> dict[str, int]:
+    """Group size of every role that has one by the layout."""
+    return {role: layout.group_size(role) for role in axes.ROLES if role != "hybrid_cp"}
+
+
+def _conflict(
+    layout: axes.Layout, sizes: Mapping[str, int], role: str, size: int | None, ranks: list[int] | None
+) -> GroupConflict | None:
+    """Where a group that names its role contradicts the layout, by size or by ranks."""
+    observed = size if size is not None or ranks is None else len(ranks)
+    if observed is not None and sizes[role] != observed:
+        return GroupConflict(role, sizes[role], observed)
+    if not ranks or not 0 <= min(ranks) <= max(ranks) < layout.world_size:
+        return None
+    declared = layout.group_of(role, min(ranks))
+    return None if declared is None or declared == tuple(sorted(ranks)) else GroupConflict(role, declared, tuple(ranks))
+
+
+def _one_of_each_kind(conflicts: Iterable[GroupConflict]) -> list[GroupConflict]:
+    """Sizes once each, and of groups with other ranks one example a role; in the order of the roles."""
+    found: dict[tuple[str, object], GroupConflict] = {}
+    for c in conflicts:
+        found.setdefault((c.role, c.observed if isinstance(c.observed, int) else "ranks"), c)
+    order = list(axes.ROLES)
+    return sorted(found.values(), key=lambda c: order.index(c.role))
+
+
+_SIZE_VARIES = frozenset({"embedding", "position_embedding", "hybrid_cp", "cp_l0", "cp_l1"})
+"""Roles whose group size is not one number of the layout."""
+
+
+def by_pattern(unknown: Mapping[Look, int], expected: Sequence[Signature]) -> dict[Look, str]:
+    """Roles of calls of unknown role whose kind fits exactly one expected kind of call, in size and in count.
+
+    ``unknown``: look -> calls of one rank and step. What was not recorded fits anything; the phase 'other' (outside
+    autograd) fits optimizer and other. Left out are looks that fit nothing or two roles, and those of which several fit
+    the same expected kind: at most one of them can be it.
+    """
+    fitting = {look: {s for s in expected if s.calls == calls and _fits(look, s)} for look, calls in unknown.items()}
+    claims = Counter(s for kinds in fitting.values() for s in kinds)
+    found: dict[Look, str] = {}
+    for look, kinds in fitting.items():
+        named = {s.role for s in kinds}
+        if len(named) == 1 and all(claims[s] == 1 for s in kinds):
+            found[look] = named.pop()
+    return found
+
+
+def _fits(look: Look, signature: Signature) -> bool:
+    return (
+        look.op == signature.op
+        and look.dtype in (None, signature.dtype)
+        and look.in_elems == signature.in_elems
+        and look.out_elems in (None, signature.out_elems)
+        and look.group_size in (None, signature.group_size)
+        and (look.phase is None or same_phase(look.phase, signature.phase))
+    )
+
+
+def settle(run: Run, settled: Mapping[tuple[int, int, Look], str]) -> None:
+    """Gives calls the roles that patterns settled, by (rank, step, look): the view comm shows them from then on."""
+    rows = [(rank, step, *look, role) for (rank, step, look), role in settled.items()]
+    run.table(
+        "pattern_role",
+        pa.table(
+            {
+                name: pa.array([row[i] for row in rows], kind)
+                for i, (name, kind) in enumerate(
+                    {
+                        "rank": pa.int32(),
+                        "step": pa.int64(),
+                        "op": pa.string(),
+                        "dtype": pa.string(),
+                        "in_elems": pa.int64(),
+                        "out_elems": pa.int64(),
+                        "phase": pa.string(),
+                        "group_size": pa.int32(),
+                        "pattern_role": pa.string(),
+                    }.items()
+                )
+            }
+        ),
+    )
+
+
+def same_phase(measured: str | None, expected: str) -> bool:
+    """Whether a measured phase can be the expected one: what lies outside autograd may be optimizer or other."""
+    return measured == expected or (measured == "other" and expected == "optimizer")
+
+
+_CALLERS = """
+WITH seen AS (
+  SELECT p.path_role AS role, s.path_size AS declared,
+         coalesce(c.group_size,
+           CASE WHEN c.op = 'all_gather' AND c.in_elems > 0 AND c.out_elems % c.in_elems = 0 THEN c.out_elems // c.in_elems
+                WHEN c.op = 'reduce_scatter' AND c.out_elems > 0 AND c.in_elems % c.out_elems = 0
+                  THEN c.in_elems // c.out_elems END) AS observed
+  FROM recorded_comm c
+  JOIN path_place p ON p.call_path IS NOT DISTINCT FROM c.call_path AND p.in_dims IS NOT DISTINCT FROM c.in_dims
+  JOIN role_size s ON s.role = p.path_role
+  LEFT JOIN group_role g ON g.rank IS NOT DISTINCT FROM c.rank AND g.group_id = c.group_id
+  WHERE g.role IS NULL AND c.completeness IS DISTINCT FROM 'kernel_only')
+SELECT DISTINCT role, declared, observed FROM seen WHERE observed <> declared ORDER BY ALL
+"""
+
+
+def of_callers(run: Run) -> list[GroupConflict]:
+    """Where functions that communicate over one role do so on groups of another size than the layout's.
+
+    Needs the tables group_role, path_place and role_size. Groups that a description names are compared in of_groups.
+    """
+    return [GroupConflict(*row) for row in run.tuples(_CALLERS)]
