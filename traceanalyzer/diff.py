@@ -1,0 +1,615 @@
+"""Expected against measured traffic: cells, each with a verdict, a cause and its bytes.
+
+Every complete step of every rank is judged by itself: matching.py lays its calls beside the expectation. Cells that come
+out alike on several ranks and steps are shown once, with those ranks and steps; calls and bytes are per rank and step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from traceanalyzer import attribute, axes, causes, intervals, schema, traffic
+from traceanalyzer.attribute import places, roles
+from traceanalyzer.errors import InputError, JobError
+from traceanalyzer.expect import expectations, expected, versions
+from traceanalyzer.expect.model import Expectation, ExpectedCall, RuleSet
+from traceanalyzer.job import Job, conflicts
+from traceanalyzer.matching import DIFFERS, Cell, Measured, StepMatch, Times, with_patterns
+from traceanalyzer.run import Run
+
+VERDICTS = ("match", "excess", "missing", "unexpected", "unknown")
+"""Verdicts of a cell; the diff as a whole has match, differs, cannot be judged."""
+
+Steps = dict[tuple[int, int], list[Measured]]
+"""Measured calls by (rank, step)."""
+
+
+@dataclass(frozen=True)
+class Unattributed:
+    """Communication kernels that no call of known role explains, by name."""
+
+    name: str
+    kernels: int
+    time_ns: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the recorded communication the diff can speak about. Shares are 0 to 1; None: nothing to take it of.
+
+    ``attributed``: share whose role is known, the lowest of bytes and, where bytes are unknown, kernels and their time (or
+    calls, without kernels). ``judged``: share whose cells have a verdict other than unknown, of payload bytes and, where
+    bytes are unknown, of calls. Calls on groups of one rank move nothing and count as attributed.
+    """
+
+    ranks_present: tuple[int, ...]
+    ranks_declared: int | None
+    steps: tuple[int, ...]
+    step_evidence: tuple[str, ...]
+    calls: int
+    calls_outside_steps: int
+    kernels: int
+    kernels_attributed: int
+    kernels_before_window: int
+    bytes_known: int
+    bytes_attributed: int
+    calls_of_unknown_bytes: int
+    kernel_time_ns: int
+    kernel_time_attributed_ns: int
+    role_evidence: tuple[tuple[str, int], ...]
+    attributed: float | None
+    judged: float | None
+    unattributed: tuple[Unattributed, ...]
+    import_status: str | None
+
+
+@dataclass(frozen=True)
+class JobConflict:
+    """One thing about the job on which two sources disagree; ``captured`` is what the run says."""
+
+    field: str
+    intended: Any
+    captured: Any
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The whole comparison. ``verdict``: match, differs, cannot be judged.
+
+    ``version``: the releases of megatron-core that fit the run best, out of ``versions_tried``.
+    """
+
+    source: str
+    job: Job
+    job_used: str
+    rules: RuleSet
+    version: str
+    versions_tried: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    coverage: Coverage
+    job_conflicts: tuple[JobConflict, ...]
+    not_in_window: tuple[str, ...]
+    verdict: str
+    min_coverage: float
+    tolerance: float
+
+    @property
+    def exit_code(self) -> int:
+        """3 cannot be judged, else 1 if any cell differs, else 0."""
+        return {"match": 0, "differs": 1, "cannot be judged": 3}[self.verdict]
+
+    def count(self, verdict: str) -> int:
+        """Cells of one verdict."""
+        return sum(c.verdict == verdict for c in self.cells)
+
+
+def diff(
+    run: Run,
+    job: Job | None = None,
+    *,
+    rules: RuleSet = "megatron",
+    tolerance: float = 0.0,
+    min_coverage: float = 0.99,
+) -> Diff:
+    """Compares a run with what its job should communicate.
+
+    ``job`` is the intended job; without it the one in the run's metadata is used, intended before captured. ``tolerance``
+    is relative, on calls and bytes. Raises InputError if the run holds no communication or no job is known, JobError if
+    the job lacks a size that is needed.
+    """
+    captured = _job_of(run, schema.META_JOB_CAPTURED)
+    intended = job or _job_of(run, schema.META_JOB_INTENDED)
+    declared = intended or captured
+    if declared is None:
+        raise InputError(
+            f"{run.source}: no job is known for this run, so nothing can be expected of it. Give --job FILE (TOML, YAML, a "
+            "Megatron log or command line)."
+        )
+    used, world, problems = _in_the_runs_world(run, declared)
+    found = attribute.attach(run, used)
+    measured, outside = _measure(run)
+    if not measured:
+        raise InputError(
+            f"{run.source}: no communication call of a known rank lies in a complete step. traceanalyzer info {run.source} "
+            "shows what it holds."
+        )
+    _add_silent_steps(measured, found.steps)
+    present = sorted({rank for rank, _ in measured})
+    _check_ranks(used, present)
+    seen = places.phases_seen(run)
+    recorded = _in_window(used, seen)
+    tried = _expect(recorded, present, rules)
+    megatron = _megatron_rows(recorded, present, rules)
+    outcomes = [(words, _compare(measured, e, megatron, seen, used.layout, tolerance)) for words, e in tried]
+    # the newest of those that leave the least open
+    best = min(reversed(outcomes), key=lambda outcome: outcome[1].open)[1]
+    _settle(run, best.measured)
+    facts = causes.Facts(used, captured if intended is not None else None, rules, megatron)
+    cells = _explain(_order(best.cells), facts)
+    coverage = _coverage(run, best.measured, outside, found, cells, world)
+    if captured is not None and intended is not None:
+        problems += [_captured_conflict(c.field, c.intended, c.captured) for c in conflicts(captured, intended)]
+    problems += [JobConflict(f"groups of role {c.role}", c.declared, c.observed, c.sentence) for c in found.conflicts]
+    return Diff(
+        source=run.source,
+        job=used,
+        job_used="intended" if intended is not None else "captured",
+        rules=rules,
+        version=", ".join(words for words, outcome in outcomes if outcome.open == best.open),
+        versions_tried=tuple(words for words, _ in tried),
+        cells=tuple(cells),
+        coverage=coverage,
+        job_conflicts=tuple(problems),
+        not_in_window=best.left_out,
+        verdict=_verdict(cells, coverage, min_coverage),
+        min_coverage=min_coverage,
+        tolerance=tolerance,
+    )
+
+
+# -- the job and the run's world -------------------------------------------------------------------------------------
+
+
+def _job_of(run: Run, key: str) -> Job | None:
+    text = run.job_text(key)
+    return None if text is None else Job.from_json(text)
+
+
+def _in_the_runs_world(run: Run, job: Job) -> tuple[Job, int | None, list[JobConflict]]:
+    """The job with the run's world size where it states none, the world size, and where the two contradict."""
+    recorded = run.value("SELECT max(world_size) FROM rank")
+    if job.world_size is None:
+        return (job if recorded is None else replace(job, world_size=int(recorded))), recorded, []
+    if recorded in (None, job.world_size):
+        return job, job.world_size, []
+    sentence = f"world_size: the job says {job.world_size}, the run recorded {recorded} (the diff uses the job's)"
+    return job, job.world_size, [JobConflict("world_size", job.world_size, recorded, sentence)]
+
+
+def _captured_conflict(name: str, intended: Any, captured: Any) -> JobConflict:
+    return JobConflict(
+        name, intended, captured, f"{name}: intended {intended}, captured {captured} (the diff uses intended)"
+    )
+
+
+def _check_ranks(job: Job, present: Sequence[int]) -> None:
+    if job.world_size is not None and present[-1] >= job.world_size:
+        raise JobError(
+            f"world_size={job.world_size}: the run holds rank {present[-1]}. Correct the job file's world_size or degrees."
+        )
+
+
+# -- what was measured -----------------------------------------------------------------------------------------------
+
+
+def _add_silent_steps(measured: Steps, found: Iterable[attribute.steps.Step]) -> None:
+    """Complete steps of recorded ranks without any call: everything expected in them is missing."""
+    for step in found:
+        if step.rank is not None and step.complete:
+            measured.setdefault((step.rank, step.number or 0), [])
+
+
+def _call_times(run: Run) -> None:
+    """Table call_time: time and exposed time of the kernels of each (rank, coalesce_id), in ns."""
+    parts: list[pa.Table] = []
+    for (rank,) in run.tuples("SELECT DISTINCT rank FROM kernel ORDER BY rank"):
+        table = run.arrow(
+            """SELECT start_ns, dur_ns, coalesce_id,
+                      coalesce(kernel_class NOT IN ('comm', 'copy', 'memset'), true) AS computes
+               FROM kernel WHERE rank IS NOT DISTINCT FROM ? AND start_ns IS NOT NULL AND dur_ns IS NOT NULL""",
+            [rank],
+        )
+        start = table.column("start_ns").to_numpy()
+        end = start + table.column("dur_ns").to_numpy()
+        compute = table.column("computes").to_numpy()
+        tied = table.column("coalesce_id").is_valid().to_numpy()
+        hidden = intervals.overlap_each(start[tied], end[tied], *intervals.union(start[compute], end[compute]))
+        ids, index = np.unique(table.column("coalesce_id").filter(pa.array(tied)).to_numpy(), return_inverse=True)
+        times, exposed = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+        length = (end - start)[tied]
+        np.add.at(times, index, length)
+        np.add.at(exposed, index, length - hidden)
+        columns = [
+            pa.array([rank] * len(ids), pa.int32()),
+            pa.array(ids, pa.int64()),
+            pa.array(times),
+            pa.array(exposed),
+        ]
+        parts.append(pa.table(columns, schema=_CALL_TIME))
+    run.table("call_time", pa.concat_tables([_CALL_TIME.empty_table(), *parts]))
+
+
+_CALL_TIME = pa.schema(
+    [("rank", pa.int32()), ("coalesce_id", pa.int64()), ("time_ns", pa.int64()), ("exposed_ns", pa.int64())]
+)
+
+_MEASURE = """
+WITH numbered AS (
+  -- a kernel that several calls share counts its time once: on the first of them
+  SELECT c.*, t.time_ns AS kernel_ns, t.exposed_ns AS kernel_exposed_ns,
+         c.coalesce_id IS NULL
+           OR row_number() OVER (PARTITION BY c.rank, c.coalesce_id ORDER BY c.call_id) = 1 AS first_of_its_kernels
+  FROM comm c LEFT JOIN call_time t ON t.rank IS NOT DISTINCT FROM c.rank AND t.coalesce_id = c.coalesce_id
+  WHERE c.rank IS NOT NULL
+)
+SELECT rank, step, step_complete, role, role_evidence, op, phase, dtype, in_elems, out_elems, group_size, payload_bytes,
+       component,
+       CASE WHEN op = 'all_to_all' THEN in_splits END AS in_splits,
+       CASE WHEN op = 'all_to_all' THEN out_splits END AS out_splits,
+       CASE WHEN op = 'all_to_all' THEN group_rank END AS group_rank,
+       CASE WHEN op = 'all_to_all' THEN splits_known END AS splits_known,
+       count(*) AS calls, count(time_source) AS timed,
+       sum(CASE WHEN NOT first_of_its_kernels THEN 0 WHEN time_source = 'kernel' THEN kernel_ns ELSE dur_ns END)::BIGINT
+         AS time_ns,
+       sum(CASE WHEN first_of_its_kernels OR kernel_exposed_ns IS NULL THEN kernel_exposed_ns ELSE 0 END)::BIGINT
+         AS exposed_ns
+FROM numbered GROUP BY ALL ORDER BY ALL
+"""
+
+
+def _measure(run: Run) -> tuple[Steps, int]:
+    """Measured calls of each complete (rank, step), and how many calls lie outside such steps."""
+    _call_times(run)
+    found: Steps = defaultdict(list)
+    outside = 0
+    for row in run.rows(_MEASURE):
+        if row["step"] is None or not row["step_complete"]:
+            outside += row["calls"]
+        else:
+            found[row["rank"], row["step"]].append(_measured(row))
+    return found, outside
+
+
+def _measured(row: Mapping[str, Any]) -> Measured:
+    off_rank = None
+    if not (row["op"] == "all_to_all" and row["splits_known"] is False):
+        off_rank = traffic.off_rank_bytes(
+            row["op"],
+            row["payload_bytes"],
+            row["group_size"],
+            dtype=row["dtype"],
+            in_elems=row["in_elems"],
+            out_elems=row["out_elems"],
+            in_splits=row["in_splits"],
+            out_splits=row["out_splits"],
+            group_rank=row["group_rank"],
+        )
+    return Measured(
+        role=row["role"],
+        role_evidence=row["role_evidence"],
+        op=row["op"],
+        phase=row["phase"],
+        dtype=row["dtype"],
+        in_elems=row["in_elems"],
+        out_elems=row["out_elems"],
+        group_size=row["group_size"],
+        payload=row["payload_bytes"],
+        component=row["component"],
+        calls=row["calls"],
+        off_rank=None if off_rank is None else off_rank * row["calls"],
+        time_ns=row["time_ns"] if row["timed"] else None,
+        exposed_ns=row["exposed_ns"],
+    )
+
+
+def _settle(run: Run, measured: Steps) -> None:
+    """Shows the roles that patterns settled in the view comm."""
+    roles.settle(
+        run,
+        {
+            (rank, step, m.look): m.role
+            for (rank, step), rows in measured.items()
+            for m in rows
+            if m.role is not None and m.role_evidence == "pattern"
+        },
+    )
+
+
+# -- what is expected ------------------------------------------------------------------------------------------------
+
+
+def _in_window(job: Job, seen: Mapping[str, bool | None]) -> Job:
+    """The job as far as the recording goes: without a backward pass and what follows it, where it holds neither."""
+    if seen["backward"] is False and not seen["optimizer"] and not job.forward_only:
+        return replace(job, forward_only=True)
+    return job
+
+
+def _expect(job: Job, ranks: Sequence[int], rules: RuleSet) -> list[tuple[str, dict[int, Expectation]]]:
+    """For each release that comes into question, oldest first: its words, and every rank's expectation."""
+    by_rank = {rank: expectations(job, rank, rules) for rank in ranks}
+    labels = {tuple(v.releases for v in variants) for variants in by_rank.values()}
+    if len(labels) == 1:
+        return [(w, {r: by_rank[r][i].expectation for r in ranks}) for i, w in enumerate(labels.pop())]
+    # ranks split the releases differently: group the releases by what all ranks together are expected to send
+    groups: list[tuple[dict[int, Expectation], list[versions.Release]]] = []
+    for release in versions.KNOWN:
+        one = {r: expected(job, r, rules=rules, version=f"{release[0]}.{release[1]}") for r in ranks}
+        same = next((g for g in groups if all(_alike(g[0][r], one[r]) for r in ranks)), None)
+        if same is not None:
+            same[1].append(release)
+        else:
+            groups.append((one, [release]))
+    return [(versions.span(releases), one) for one, releases in groups]
+
+
+def _alike(one: Expectation, other: Expectation) -> bool:
+    """Whether two expectations ask for the same calls."""
+
+    def calls(e: Expectation) -> Counter[tuple[Any, ...]]:
+        return Counter((c.role, c.op, c.phase, c.component, c.dtype, c.in_elems, c.out_elems, c.calls) for c in e.calls)
+
+    return calls(one) == calls(other) and one.not_modelled == other.not_modelled
+
+
+def _megatron_rows(job: Job, ranks: Sequence[int], rules: RuleSet) -> dict[int, tuple[ExpectedCall, ...]]:
+    """What the megatron rules expect of each rank where others are in force: what roles and causes are looked up in."""
+    if rules == "megatron":
+        return {}
+    return {rank: expected(job, rank, rules="megatron").calls for rank in ranks}
+
+
+# -- step by step ----------------------------------------------------------------------------------------------------
+
+
+class _Outcome(NamedTuple):
+    """All steps against the expectation of one release; ``measured`` with the roles that patterns settled."""
+
+    cells: list[Cell]
+    measured: Steps
+    left_out: tuple[str, ...]
+
+    @property
+    def open(self) -> int:
+        """How many cells are no match, over all ranks and steps."""
+        return sum(c.places for c in self.cells if c.verdict != "match")
+
+
+def _compare(
+    measured: Steps,
+    expected_of: Mapping[int, Expectation],
+    megatron: Mapping[int, Sequence[ExpectedCall]],
+    seen: Mapping[str, bool | None],
+    layout: axes.Layout,
+    tolerance: float,
+) -> _Outcome:
+    found: dict[Cell, dict[tuple[int, int], Times]] = defaultdict(dict)
+    settled: Steps = {}
+    left_out = [phase for phase, sign in seen.items() if sign is False and seen["backward"] is False]
+    for (rank, step), rows in sorted(measured.items()):
+        expectation = expected_of[rank]
+        wanted, phases = _of_phases_seen(expectation.calls, rows, seen)
+        left_out += phases
+        # which group a call is on does not depend on the rules: patterns are those of the real code
+        real = _of_phases_seen(megatron[rank], rows, seen)[0] if rank in megatron else wanted
+        settled[rank, step] = with_patterns(rows, real)
+        match = StepMatch(wanted, settled[rank, step], expectation.not_modelled, layout, tolerance)
+        for cell, times in match.cells(layout.stage(rank)):
+            found[cell][rank, step] = times
+    cells = [one for cell, where in found.items() for one in _by_place(cell, where)]
+    return _Outcome(cells, settled, tuple(dict.fromkeys(left_out)))
+
+
+def _of_phases_seen(
+    calls: Iterable[ExpectedCall], rows: Sequence[Measured], seen: Mapping[str, bool | None]
+) -> tuple[list[ExpectedCall], list[str]]:
+    """Expected calls of phases that the recording holds; the phases of the others.
+
+    An optimizer need not leave a trace of its own, so its calls are kept if the step has calls that look like them.
+    """
+    looks = {(m.op, m.in_elems) for m in rows if m.phase not in ("forward", "backward", "recompute")}
+    kept: list[ExpectedCall] = []
+    left_out: list[str] = []
+    for call in calls:
+        sign = seen.get("backward" if call.phase == "recompute" else call.phase)
+        if sign is not False or (call.phase == "optimizer" and (call.op, call.in_elems) in looks):
+            kept.append(call)
+        else:
+            left_out.append(call.phase)
+    return kept, left_out
+
+
+def _by_place(cell: Cell, where: Mapping[tuple[int, int], Times]) -> list[Cell]:
+    """The cell for the ranks and steps it was found in: one for each set of steps, so that both lists hold together."""
+    steps_of: dict[int, list[int]] = defaultdict(list)
+    for rank, step in sorted(where):
+        steps_of[rank].append(step)
+    ranks_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, steps in steps_of.items():
+        ranks_of[tuple(steps)].append(rank)
+    return [
+        replace(
+            cell,
+            ranks=tuple(ranks),
+            steps=steps,
+            time_ns=_mean(where[r, s].time_ns for r in ranks for s in steps),
+            exposed_ns=_mean(where[r, s].exposed_ns for r in ranks for s in steps),
+        )
+        for steps, ranks in ranks_of.items()
+    ]
+
+
+def _mean(values: Iterable[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return round(Fraction(sum(known), len(known))) if known else None
+
+
+# -- order and causes ------------------------------------------------------------------------------------------------
+
+_WORST_FIRST = {"excess": 0, "missing": 0, "unexpected": 0, "unknown": 1, "match": 2}
+_PHASE_ORDER = {"forward": 0, "recompute": 1, "backward": 2, "other": 3, "optimizer": 4}
+_ROLE_ORDER = {role: i for i, role in enumerate(axes.ROLES)}
+
+
+def _order(cells: list[Cell]) -> list[Cell]:
+    """Worst verdict first; within a verdict by role, phase, stage, and bytes, the largest first."""
+
+    def key(cell: Cell) -> tuple[Any, ...]:
+        size = max(cell.payload_bytes_expected or 0, cell.payload_bytes_measured or 0)
+        return (
+            _WORST_FIRST[cell.verdict],
+            _ROLE_ORDER.get(cell.role or "", len(_ROLE_ORDER)),
+            _PHASE_ORDER.get(cell.phase or "", len(_PHASE_ORDER)),
+            cell.stage or 0,
+            -size,
+            cell.op or "",
+            cell.components,
+            cell.ranks,
+            cell.steps,
+        )
+
+    return sorted(cells, key=key)
+
+
+def _explain(cells: list[Cell], facts: causes.Facts) -> list[Cell]:
+    """Cells with their causes; cells that one cause joins name each other."""
+    views = [
+        causes.CellView(
+            role=c.role,
+            op=c.op,
+            phase=c.phase,
+            dtype=c.dtype,
+            payload=c.payload_bytes_each,
+            calls_expected=c.calls_expected or 0,
+            calls_measured=c.calls_measured,
+            verdict=c.verdict,
+            expected=c.expected,
+            ranks=c.ranks,
+            steps=c.steps,
+        )
+        for c in cells
+    ]
+    found = causes.explain(views, facts)
+    return [
+        cell if i not in found else replace(cell, cause=found[i][0], related=found[i][1])
+        for i, cell in enumerate(cells)
+    ]
+
+
+# -- coverage and verdict --------------------------------------------------------------------------------------------
+
+_KERNELS = """
+SELECT k.name, k.completeness IS NOT DISTINCT FROM 'launched_before_window' AS before, k.coalesce_id IS NOT NULL AS tied,
+       coalesce(c.role IS NOT NULL OR c.group_size = 1, false) AS known, count(*) AS n, sum(k.dur_ns)::BIGINT AS time_ns
+FROM kernel k
+LEFT JOIN (SELECT rank, coalesce_id, any_value(role) AS role, any_value(group_size) AS group_size
+           FROM comm WHERE coalesce_id IS NOT NULL GROUP BY rank, coalesce_id) c
+  ON c.rank IS NOT DISTINCT FROM k.rank AND c.coalesce_id = k.coalesce_id
+WHERE k.kernel_class = 'comm' GROUP BY ALL ORDER BY time_ns DESC, k.name
+"""
+
+
+def _coverage(
+    run: Run,
+    measured: Steps,
+    outside: int,
+    found: attribute.Attribution,
+    cells: Sequence[Cell],
+    world: int | None,
+) -> Coverage:
+    rows = [m for step in measured.values() for m in step]
+    known = [m for m in rows if m.role is not None or m.group_size == 1]
+    total, attributed = _bytes(rows), _bytes(known)
+    of_unknown_bytes = sum(m.calls for m in rows if m.payload is None)
+    all_kernels = run.rows(_KERNELS)
+    kernels = [k for k in all_kernels if not k["before"]]
+    n, n_known = sum(k["n"] for k in kernels), sum(k["n"] for k in kernels if k["known"])
+    time, time_known = sum(k["time_ns"] for k in kernels), sum(k["time_ns"] for k in kernels if k["known"])
+    shares = [attributed / total] if total else []
+    if n and (of_unknown_bytes or not total or any(not k["tied"] for k in kernels)):
+        shares += [n_known / n, time_known / time if time else 1.0]
+    elif rows and (of_unknown_bytes or not total):
+        shares.append(sum(m.calls for m in known) / sum(m.calls for m in rows))
+    evidence: Counter[str] = Counter()
+    for m in rows:
+        if m.role_evidence is not None:
+            evidence[m.role_evidence] += m.calls
+    return Coverage(
+        ranks_present=tuple(sorted({r for r, _ in measured})),
+        ranks_declared=world,
+        steps=tuple(sorted({s for _, s in measured})),
+        step_evidence=tuple(sorted({s.evidence for s in found.steps})),
+        calls=sum(m.calls for m in rows),
+        calls_outside_steps=outside,
+        kernels=n,
+        kernels_attributed=n_known,
+        kernels_before_window=sum(k["n"] for k in all_kernels if k["before"]),
+        bytes_known=total,
+        bytes_attributed=attributed,
+        calls_of_unknown_bytes=of_unknown_bytes,
+        kernel_time_ns=time,
+        kernel_time_attributed_ns=time_known,
+        role_evidence=tuple(evidence.most_common()),
+        attributed=min(shares) if shares else None,
+        judged=_judged(cells),
+        unattributed=_unattributed(kernels),
+        import_status=run.import_status,
+    )
+
+
+def _bytes(rows: Iterable[Measured]) -> int:
+    return sum(m.payload * m.calls for m in rows if m.payload is not None)
+
+
+def _unattributed(kernels: Iterable[Mapping[str, Any]]) -> tuple[Unattributed, ...]:
+    """What is left over, by name, the longest time first."""
+    return tuple(
+        Unattributed(
+            k["name"],
+            k["n"],
+            k["time_ns"],
+            "role of its group unknown" if k["tied"] else "no recorded call explains it",
+        )
+        for k in kernels
+        if not k["known"]
+    )
+
+
+def _judged(cells: Sequence[Cell]) -> float | None:
+    """Share of what was measured whose cell has a verdict: of bytes, and where some are unknown of calls; the lower."""
+    shares: list[float] = []
+    sizes = [(c.verdict != "unknown", (c.payload_bytes_measured or 0) * c.places) for c in cells]
+    total = sum(size for _, size in sizes)
+    if total:
+        shares.append(sum(size for judged, size in sizes if judged) / total)
+    calls = [(c.verdict != "unknown", c.calls_measured * c.places) for c in cells]
+    if sum(n for _, n in calls) and (not total or any(c.payload_bytes_measured is None for c in cells)):
+        shares.append(sum(n for judged, n in calls if judged) / sum(n for _, n in calls))
+    return min(shares) if shares else None
+
+
+def _verdict(cells: Sequence[Cell], coverage: Coverage, min_coverage: float) -> str:
+    """What could not be attributed or judged comes first; without any call there is nothing unattributed."""
+    lowest = min((s for s in (coverage.attributed, coverage.judged) if s is not None), default=1.0)
+    if lowest < min_coverage:
+        return "cannot be judged"
+    return "differs" if any(c.verdict in DIFFERS for c in cells) else "match"
