@@ -1000,3 +1000,14 @@ def test_pipeline_layouts_are_read_as_megatron_reads_them(text: str) -> None:
         )
         ours = [[len(job.layers_on_stage(stage, chunk)) for chunk in range(stages // pp)] for stage in range(pp)]
         assert ours == counts
+
+
+def test_names_that_look_like_a_misspelt_field() -> None:
+    job = parse_mapping(
+        {"num_layer": 4, "hidden_sizes": 64, "sequence_paralel": True, "lr": 1e-4, "encoder_seq_length": 32, "tp": 1}
+    )
+    assert job.likely_typos() == [
+        ("num_layer", "num_layers"),
+        ("hidden_sizes", "hidden_size"),
+        ("sequence_paralel", "sequence_parallel"),
+    ]

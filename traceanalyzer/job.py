@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import itertools
 import json
 import math
@@ -680,6 +681,16 @@ class Job:
         return per_stage
 
     # -- store -------------------------------------------------------------------------------------------------------
+
+    def likely_typos(self) -> list[tuple[str, str]]:
+        """(name in ``extra``, the field it resembles): names that nothing knows but that look like a field.
+
+        Unknown names are kept, not refused, because Megatron has hundreds of arguments that do not matter here; a field
+        that is misspelt would silently keep its default.
+        """
+        known = [*_FIELDS, *_ALIASES]
+        near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=0.9)) for name in self.extra)
+        return [(name, found[0]) for name, found in near if found and found[0][0] == name[0]]
 
     def to_json(self) -> str:
         """One JSON object: every field that is not None, ``given`` as a sorted list, ``extra`` as an object."""

@@ -254,3 +254,10 @@ def test_help_loads_no_library(tmp_path: Path) -> None:
     assert done.stderr == "[]\n"
     for name in ("import", "info", "diff", "sql", "merge"):
         assert f"\n  {name}" in done.stdout
+
+
+def test_a_misspelt_job_field_is_pointed_out(run_cli: Cli, traces: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("num_layer = 2\nhidden_size = 64\n")
+    done = run_cli("import", "trace0.json", "--job", "job.toml", "-o", "run.parquet", "--quiet")
+    assert done.exit_code == 0
+    assert done.stderr == "note: job.toml: num_layer is not a field this program knows; did you mean num_layers?\n"

@@ -43,15 +43,25 @@ class ChosenJob(NamedTuple):
 
 def job_of(run: Run, job_file: Path | None) -> ChosenJob:
     """The job of a run: from the file if given, else as intended, else as captured, else none."""
-    from traceanalyzer.job import Job, read_job
+    from traceanalyzer.job import Job
 
     if job_file is not None:
-        return ChosenJob(read_job(job_file), "file")
+        return ChosenJob(read_job_file(job_file), "file")
     for which, used in ((schema.META_JOB_INTENDED, "intended"), (schema.META_JOB_CAPTURED, "captured")):
         text = run.job_text(which)
         if text is not None:
             return ChosenJob(Job.from_json(text), used)
     return ChosenJob(None, None)
+
+
+def read_job_file(path: Path) -> Job:
+    """The job of a file; names in a hand-written one that look like a misspelt field are pointed out on stderr."""
+    from traceanalyzer.job import read_job
+
+    job = read_job(path)
+    for name, field in job.likely_typos() if path.suffix in (".toml", ".yaml", ".yml") else ():
+        click.echo(f"note: {path.name}: {name} is not a field this program knows; did you mean {field}?", err=True)
+    return job
 
 
 def print_json(document: dict[str, Any]) -> None:

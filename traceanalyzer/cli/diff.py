@@ -77,15 +77,15 @@ def diff_command(
 
     Exit code: 0 match, 1 something differs, 2 usage or unreadable input, 3 cannot be judged.
     """
+    from traceanalyzer.cli.common import read_job_file
     from traceanalyzer.diff import diff
-    from traceanalyzer.job import read_job
     from traceanalyzer.reports import diff as report
     from traceanalyzer.reports import diff_terminal
     from traceanalyzer.run import Run
 
     if explain is not None and form != "table":
         raise click.UsageError("--explain goes with --format table.")
-    job = None if job_file is None else read_job(job_file)
+    job = None if job_file is None else read_job_file(job_file)
     with Run.open(run) as opened:
         found = diff(opened, job, rules=rules, tolerance=tolerance, min_coverage=min_coverage)
     if form == "json":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from traceanalyzer import schema
-from traceanalyzer.cli.common import format_option, print_json, print_report
+from traceanalyzer.cli.common import format_option, print_json, print_report, read_job_file
 from traceanalyzer.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def import_command(
     traces can be trusted, and no file was written.
     """
     from traceanalyzer.importers import default_workers, import_traces, trace_files
-    from traceanalyzer.job import read_job
 
     files = trace_files(list(traces))
     if rank is not None and len(files) > 1:
@@ -83,7 +82,7 @@ def import_command(
             "Import the trace that does not state its rank by itself with --rank, then use traceanalyzer merge."
         )
     metadata = {
-        key: read_job(path).to_json()
+        key: read_job_file(path).to_json()
         for key, path in ((schema.META_JOB_INTENDED, job_file), (schema.META_JOB_CAPTURED, captured_job))
         if path is not None
     }
