@@ -855,3 +855,13 @@ def test_a_size_that_the_job_does_not_say(compare: Callable[..., Diff]) -> None:
         compare(both(*FORWARD), job_with(hidden_size=None))
     with pytest.raises(JobError, match="the job does not say world_size"):
         compare(both(*FORWARD), job_with(world_size=None), world=None)
+
+
+def test_a_rank_recorded_twice_is_refused(compare: Callable[..., Diff]) -> None:
+    again = {"rank": 0, "source": "kineto", "source_file": "second.json", "world_size": 2, "window_start_ns": 0}
+    with pytest.raises(InputError) as caught:
+        compare({0: FORWARD, 1: FORWARD}, more={"rank": [again]})
+    assert str(caught.value).partition(": ")[2] == (
+        "rank 0 was recorded more than once, in an unnamed file and second.json, so its traffic would count twice. Open "
+        "the files of one recording only."
+    )

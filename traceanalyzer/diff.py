@@ -134,6 +134,7 @@ def diff(
             f"{run.source}: no job is known for this run, so nothing can be expected of it. Give --job FILE (TOML, YAML, a "
             "Megatron log or command line)."
         )
+    _refuse_ranks_twice(run)
     used, world, problems = _in_the_runs_world(run, declared)
     found = attribute.attach(run, used)
     measured, outside = _measure(run)
@@ -199,6 +200,21 @@ def _captured_conflict(name: str, intended: Any, captured: Any) -> JobConflict:
     return JobConflict(
         name, intended, captured, f"{name}: intended {intended}, captured {captured} (the diff uses intended)"
     )
+
+
+def _refuse_ranks_twice(run: Run) -> None:
+    """Two recordings of one rank by one kind of source would count its traffic twice."""
+    twice = run.tuples(
+        """SELECT rank, list_sort(list(coalesce(source_file, 'an unnamed file'))) FROM rank WHERE rank IS NOT NULL
+           GROUP BY rank, source HAVING count(*) > 1 ORDER BY rank"""
+    )
+    if twice:
+        rank, files = twice[0]
+        more = f" (and {len(twice) - 1} other ranks)" if len(twice) > 1 else ""
+        raise InputError(
+            f"{run.source}: rank {rank} was recorded more than once, in {' and '.join(map(str, files))}{more}, so its traffic "
+            "would count twice. Open the files of one recording only."
+        )
 
 
 def _check_ranks(job: Job, present: Sequence[int]) -> None:
