@@ -212,8 +212,8 @@ def _refuse_ranks_twice(run: Run) -> None:
         rank, files = twice[0]
         more = f" (and {len(twice) - 1} other ranks)" if len(twice) > 1 else ""
         raise InputError(
-            f"{run.source}: rank {rank} was recorded more than once, in {' and '.join(map(str, files))}{more}, so its traffic "
-            "would count twice. Open the files of one recording only."
+            f"{run.source}: rank {rank} was recorded more than once, in {' and '.join(map(str, files))}{more}, so its "
+            "traffic would count twice. Open the files of one recording only."
         )
 
 

@@ -492,3 +492,28 @@ def test_recording_the_fixture_anew_counts_the_same_calls(tmp_path: Path) -> Non
             for folder in (tmp_path, FIXTURE)
         )
         assert new == old
+
+
+_TORCH_ALONE = """
+import importlib.abc, sys, torch
+torch.profiler.profile  # what torch itself needs is loaded now
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"duckdb", "pyarrow", "click", "rich", "msgspec", "yaml", "isal"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import torch.distributed as dist
+from traceanalyzer.collectors import naming
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+with naming.name_groups(), torch.profiler.profile(record_shapes=True) as profile:
+    dist.all_reduce(torch.ones(4))
+print([e.name for e in profile.events() if e.name.startswith("ta:")], naming.disabled_reason())
+"""
+
+
+def test_an_environment_that_holds_torch_alone_is_enough() -> None:
+    done = subprocess.run([sys.executable, "-c", _TORCH_ALONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['ta:all_reduce'] None\n"
