@@ -15,8 +15,7 @@ import pytest
 
 from traceanalyzer import importers, schema
 from traceanalyzer.errors import InputError
-from traceanalyzer.importers import calls, kineto, spool
-from traceanalyzer.importers.calls import Scopes
+from traceanalyzer.importers import calls, kineto, spool, ties
 
 BASE = 1_790_857_026_000_000_000
 Import = Callable[..., Any]
@@ -426,6 +425,28 @@ def test_kernels_launched_before_the_recording_are_no_calls(import_text: Import)
     assert run.issues() == {"kernels_before_window": 1}
 
 
+def test_a_kernel_without_a_correlation_id_is_not_called_older_than_the_recording(import_text: Import) -> None:
+    """Which launch was its own is not recorded, so nothing shows that it lay before the recording."""
+    nameless = kernel(NCCL, 70, 5, 0)
+    del nameless["args"]["correlation"]
+    run = import_text(document(launch(52, 9), kernel("gemm", 60, 5, 9), nameless))
+    assert [(k["kernel_class"], k["completeness"]) for k in run.rows("kernel")] == [
+        ("gemm", None),
+        ("comm", "kernel_only"),
+    ]
+    assert run.issues() == {"kernels_without_call": 1}
+
+
+def test_a_rank_from_the_name_is_told_in_the_same_words_for_every_rank(import_text: Import) -> None:
+    said = set()
+    for rank in (3, 7):
+        run = import_text(document(kernel("gemm", 60, 5, 9), rank=None), name=f"rank{rank}.json")
+        [told] = run.rows("issue", code="rank_from_file_name")
+        assert told["rank"] == rank
+        said.add(told["sentence"])
+    assert len(said) == 1
+
+
 def test_a_kernel_with_metadata_whose_call_was_not_recorded_is_one_call(import_text: Import) -> None:
     meta = collective("_allgather_base", 8, 32, Seq=5)
     run = import_text(
@@ -553,6 +574,18 @@ def test_the_place_of_a_call_is_the_names_of_the_ranges_around_it(import_text: I
 
 
 # The innermost range -------------------------------------------------------------------------------------------------
+
+
+class Scopes:
+    """The thing of each range, not its number."""
+
+    def __init__(self, ranges: list[tuple[int, int, list[Any]]]) -> None:
+        self._things = [thing for _, _, thing in ranges]
+        self._scopes = ties.Scopes([start for start, _, _ in ranges], [end for _, end, _ in ranges])
+
+    def at(self, point: int) -> list[Any]:
+        number = self._scopes.at(point)
+        return self._things[number] if number >= 0 else []
 
 
 def test_the_innermost_range_is_found_however_many_lie_between() -> None:
@@ -865,6 +898,24 @@ def test_a_folder_gets_one_file_per_rank(tmp_path: Path) -> None:
     assert (result.status, result.rows, result.ranks) == (whole.status, whole.rows, [0, 1])
 
 
+def test_a_folder_keeps_no_rank_of_an_earlier_import_and_all_that_is_not_ours(tmp_path: Path) -> None:
+    traces = two_ranks(tmp_path / "traces")
+    out = tmp_path / "run"
+    importers.import_traces([traces], out)
+    (out / "rank-notes.parquet").write_bytes(b"no Parquet")
+    pq.write_table(
+        pq.read_table(out / "rank-00000.parquet").select(["name"]).replace_schema_metadata({}), out / "rank-7.parquet"
+    )
+    (out / "kept.parquet").write_bytes((out / "rank-00001.parquet").read_bytes())
+    importers.import_traces([traces / "worker0.json.gz"], out)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "kept.parquet",
+        "rank-00000.parquet",
+        "rank-7.parquet",
+        "rank-notes.parquet",
+    ]
+
+
 @pytest.mark.parametrize("out", ["run.parquet", "run"])
 @pytest.mark.parametrize("where", ["read", "write", "merge"])
 def test_a_failing_import_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, out: str) -> None:
@@ -878,7 +929,7 @@ def test_a_failing_import_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     if where == "read":
         monkeypatch.setattr(kineto._Reader, "_take", fail)
     elif where == "write":
-        monkeypatch.setattr(kineto._Reader, "_kernel_batches", fail)
+        monkeypatch.setattr(kineto._Reader, "_final", fail)
     else:
         seen: list[object] = []
         real = importers._kind_of
@@ -897,6 +948,15 @@ def test_a_failing_import_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert importers.import_traces([traces], target / out).status == "complete"
     assert not [p for p in target.rglob("*") if ".part" in p.name or p.name.startswith(".")]
+
+
+def test_of_an_imported_file_only_its_part_is_left(tmp_path: Path) -> None:
+    """A thousand ranks are imported one after the other: what one needed on disk is gone before the next."""
+    traces = two_ranks(tmp_path / "traces")
+    work = tmp_path / "work"
+    work.mkdir()
+    kineto.import_file(traces / "worker0.json.gz", work / "part.parquet", work=work)
+    assert [p.name for p in work.iterdir() if p.is_file()] == ["part.parquet"]
 
 
 def test_an_import_over_an_existing_run_replaces_it_only_when_whole(

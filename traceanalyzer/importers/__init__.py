@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traceanalyzer import schema
@@ -75,8 +76,9 @@ def import_traces(
 ) -> ImportResult:
     """Imports Kineto traces (files or folders) into a run table.
 
-    ``out`` is a Parquet file, or a folder (an existing one, or a name without suffix): then one file per rank. Nothing
-    appears there before everything is read. ``metadata`` goes into the key-value metadata as it is. ``told_rank`` names
+    ``out`` is a Parquet file, or a folder (an existing one, or a name without suffix): then one file per rank, and
+    rank files of an earlier import that are not part of this one are removed. Nothing changes there before everything is
+    read. ``metadata`` goes into the key-value metadata as it is. ``told_rank`` names
     the rank of a file that does not state one, so it goes with one file only. ``progress`` is called with a file and how
     many of its bytes are read (with one worker), or with a file and its size when it is done. Raises InputError where a
     path does not exist; damage in a file is an issue, not an error.
@@ -98,10 +100,7 @@ def import_traces(
 
 def _read_one(path: Path, folder: Path, told_rank: int | None, progress: Callable[[int], None] | None) -> Summary:
     folder.mkdir()
-    summary = import_file(path, folder / "part.parquet", work=folder, told_rank=told_rank, progress=progress)
-    for leftover in ("cpu_op.parquet", "span.parquet", "kernel.parquet"):
-        (folder / leftover).unlink(missing_ok=True)
-    return summary
+    return import_file(path, folder / "part.parquet", work=folder, told_rank=told_rank, progress=progress)
 
 
 def _read_all(
@@ -192,10 +191,24 @@ def _settle(summaries: list[Summary], out: Path, metadata: dict[str, str], work:
                 rows[kind] = rows.get(kind, 0) + n
         for name in names:  # all are whole now: none appears before
             os.replace(work / name, out / name)
+        _remove_stale(out, names)
     else:
         rows = merge_files(parts, out, metadata, extra_issues=issues)
     ranks = [s.rank for s in kept if s.rank is not None]
     return ImportResult(status, out, summaries, ranks, rows, _of_files(kept) + issues)
+
+
+def _remove_stale(folder: Path, names: Sequence[str]) -> None:
+    """Removes the rank files of an earlier import, known by their name and our schema key, that are not in ``names``."""
+    for path in folder.glob("rank-*.parquet"):
+        if path.name in names or not path.is_file():
+            continue
+        try:
+            metadata = pq.read_schema(path).metadata or {}
+        except (pa.ArrowException, OSError):
+            continue  # not ours
+        if schema.META_SCHEMA.encode() in metadata:
+            path.unlink()
 
 
 def _is_folder(out: Path) -> bool:
@@ -226,7 +239,7 @@ def merge_files(
     ``parts`` must each hold the rows of one rank, sorted by kind and start, and come in order of rank. ``extra_issues`` are
     added as rows. Gives the rows written of each kind. Memory is bounded: one row group at a time.
     """
-    readers = [pq.ParquetFile(p) for p in parts]
+    readers = [pq.ParquetFile(p, pre_buffer=False) for p in parts]  # what is read ahead is held to the end
     try:
         with RunWriter(out, metadata) as writer:
             for kind in sorted(schema.KINDS):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -198,6 +199,8 @@ _LOOK_AHEAD = 8
 class EventStream:
     """Iterates over the events of one trace file in lists; afterwards ``meta`` holds the other top-level keys.
 
+    ``exact``: whether an event so far needs decimals; from then on events are ExactEvents.
+
     ``counts`` says what was repaired or lost: ``events`` (decoded), ``repaired_strings``, ``missing_values`` (inf and
     nan, now null), ``odd_fields`` (of an unexpected type, now null), ``bad_events`` (rejected, with the first few in
     ``bad_samples``), ``head_lost``, ``tail_lost`` (metadata beyond repair), ``cut`` (1 if the file ends early),
@@ -222,7 +225,7 @@ class EventStream:
         self._source = source
         self._block = block_bytes
         self._progress = progress
-        self._exact = False
+        self.exact = False
         self._decoders: dict[bool, tuple[Any, Any]] = {
             False: (msgspec.json.Decoder(list[Event]), msgspec.json.Decoder(Event)),
             True: (msgspec.json.Decoder(list[ExactEvent]), msgspec.json.Decoder(ExactEvent)),
@@ -413,9 +416,9 @@ class EventStream:
         """The events of text that is sound throughout, else None. A comma before the first event is passed over."""
         text = b"[" + body[_GAP.match(body).end() :] + b"]"  # type: ignore[union-attr]  # it matches nothing, too
         try:
-            events: list[AnyEvent] = self._decoders[self._exact][0].decode(text)
-            if not self._exact and _needs_exact(events):
-                self._exact = True
+            events: list[AnyEvent] = self._decoders[self.exact][0].decode(text)
+            if not self.exact and _needs_exact(events):
+                self.exact = True
                 events = self._decoders[True][0].decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
@@ -527,7 +530,7 @@ class EventStream:
     def _one(self, text: bytes, *, count: bool = True) -> AnyEvent | None:
         """One event from its text as it is, or None. ``count``: whether fields that had to be dropped are counted."""
         try:
-            event: AnyEvent = self._decoders[self._exact][1].decode(text)
+            event: AnyEvent = self._decoders[self.exact][1].decode(text)
         except msgspec.ValidationError:
             odd = self.counts["odd_fields"]
             found = self._untyped(text)
@@ -538,8 +541,8 @@ class EventStream:
             event = found
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        if not self._exact and _needs_exact([event]):
-            self._exact = True
+        if not self.exact and _needs_exact([event]):
+            self.exact = True
             return self._one(text, count=count)
         return event
 
@@ -556,7 +559,7 @@ class EventStream:
         try:
             fields = msgspec.json.decode(text, type=dict[str, Raw])
             args = fields.pop("args", None)
-            event: AnyEvent = self._fill(ExactEvent if self._exact else Event, fields)
+            event: AnyEvent = self._fill(ExactEvent if self.exact else Event, fields)
             if args is not None:
                 try:
                     event.args = self._fill(Args, msgspec.json.decode(args, type=dict[str, Raw]))
@@ -582,8 +585,17 @@ class EventStream:
             self.bad_samples.append(piece.strip()[:120].decode("utf-8", "replace"))
 
 
+_TS = attrgetter("ts")
+
+
 def _needs_exact(events: list[AnyEvent]) -> bool:
-    return any(type(e.ts) is float and abs(e.ts) >= EXACT_LIMIT_US for e in events)
+    times = list(map(_TS, events))
+    try:
+        if not times or (max(times) < EXACT_LIMIT_US and min(times) > -EXACT_LIMIT_US):
+            return False
+    except TypeError:  # an event without a time: the long way
+        pass
+    return any(type(ts) is float and abs(ts) >= EXACT_LIMIT_US for ts in times)
 
 
 # structure ---------------------------------------------------------------------------------------------------------
@@ -745,13 +757,14 @@ _DIGITS = re.compile(r"\s*-?[0-9]{1,20}\s*")
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number from an int, a whole float or digits as text; None for everything else (also for booleans)."""
+    """A whole number from an int, a whole float or digits as text; None for everything else: also for booleans,
+    and for what takes more than 64 bits."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    if isinstance(value, str):
-        return int(value) if _DIGITS.fullmatch(value) else None
-    return None
+        number = value
+    elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and _DIGITS.fullmatch(value)):
+        number = int(value)
+    else:
+        return None
+    return number if -(2**63) <= number < 2**64 else None

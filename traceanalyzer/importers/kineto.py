@@ -1,7 +1,8 @@
 """Reads one Kineto (torch.profiler) trace into rows of the run table.
 
 Two passes. The first streams the file: every event becomes a spooled row or a counted reject; what concerns
-communication is kept aside. The second ties kernels to calls (calls.py) and writes the rows in order. Formats read: every
+communication is spooled once more, for itself. The second makes calls of it (calls.py), ties kernels to them (ties.py) and
+writes the rows in order. Formats read: every
 key profile from December 2020 to April 2026 (reference: trace_event_shapes and the traces' README).
 """
 
@@ -11,25 +12,23 @@ import gc
 import itertools
 import json
 import re
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from traceanalyzer import kernel_names, schema, traffic
 from traceanalyzer.errors import InputError
-from traceanalyzer.importers import calls
-from traceanalyzer.importers.json_stream import AnyEvent, Args, EventStream, ExactEvent, whole_number
+from traceanalyzer.importers import calls, groups, ties
+from traceanalyzer.importers.json_stream import AnyEvent, Args, EventStream, whole_number
 from traceanalyzer.importers.source import TraceText
-from traceanalyzer.importers.spool import Intern, RunWriter, Spool, table_of
+from traceanalyzer.importers.spool import Intern, Records, RunWriter, Spool, in_order, issue, table_of
 
 SOURCE = "kineto"
 
@@ -120,12 +119,16 @@ def import_file(
     reader = _Reader(path, work)
     collecting = gc.isenabled()
     gc.disable()  # millions of small objects that never form cycles: the collector would double the time
+    pool = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())  # gives back what is freed; mimalloc holds on to 40 MB
     try:
         reader.read(progress)
         return reader.write(part, told_rank)
     except InputError as error:
         return Summary(path.name, str(path), "refused", reason=str(error))
     finally:
+        reader.remove()
+        pa.set_memory_pool(pool)
         if collecting:
             gc.enable()
 
@@ -137,16 +140,17 @@ class _Reader:
         self.names = Intern(self._clean)
         self.categories = Intern()
         self.dims = Intern()
+        self.dims_of_bytes = _Asked(lambda raw: self.dims[raw.decode("utf-8", "replace") or None])
+        self.concerns_communication = _Asked(_concerns_communication)
+        self.kinds_of_kernel = _Asked(lambda name: kernel_names.classify(str(name)))
         self.classes = Intern()
         self.ops = Intern()
+        self.evidence = Intern()
+        self.completeness = Intern()
         self.meta: dict[str, Any] = {}
         self.rejects: dict[tuple[str, str], Reject] = {}
         self.counts: Counter[str] = Counter()
         self.labels: dict[str, set[str]] = {}
-        self.host_comm: list[calls.HostEvent] = []
-        self.shared: dict[str, str] = {}
-        """Texts of communication records, each kept once: these records stay in memory until the file is read."""
-        self.comm_kernels: list[calls.CommKernel] = []
         self.window: dict[str, tuple[int, int]] = {}
         self.base_ns = 0
         u64 = frozenset({"external_id", "correlation"})
@@ -157,21 +161,17 @@ class _Reader:
             u64,
         )
         self.span = Spool(work / "span.parquet", (*timed, "pid", "tid", "external_id"), u64)
-        self.kernel = Spool(
-            work / "kernel.parquet",
-            (
-                *timed,
-                "device",
-                "stream",
-                "correlation",
-                "external_id",
-                "kernel_class",
-                "kernel_op",
-                "copy_bytes",
-                "graph_id",
-            ),
-            u64,
-        )
+        device = (*timed, "device", "stream", "correlation", "external_id", "kernel_class")
+        self.kernel = Spool(work / "kernel.parquet", (*device, "copy_bytes", "graph_id"), u64)
+        self.comm_kernel = Spool(work / "comm_kernel.parquet", (*device, "kernel_op", "graph_id", "meta"), u64)
+        self.kernel_metas = Records(work, calls.Metadata)
+        self.host_comm = Spool(work / "host_comm.parquet", ("start_ns", "end_ns", "thread", "depth", "record"))
+        self.host_records = Records(work, calls.HostEvent)
+        self.comm_pids: Counter[int] = Counter()
+        self.threads: dict[tuple[int | None, int | None], int] = {}
+        """(pid, tid) -> number, in order of the first record of communication."""
+        self.dispatched = self.gloo = False
+        """Whether the file holds calls seen above the backend, and ranges of gloo."""
 
     def _clean(self, text: str) -> str:
         if _CONTROL.search(text):
@@ -194,29 +194,31 @@ class _Reader:
             text.drain()
         self.sha256 = text.sha256
         self.meta = stream.meta
-        for spool in (self.cpu_op, self.span, self.kernel):
+        for spool in (self.cpu_op, self.span, self.kernel, self.comm_kernel, self.host_comm):
             spool.close()
         base = whole_number(self.meta.get("baseTimeNanoseconds"))
         if base is not None and 0 <= base <= _LARGEST_US * 1000:
             self.base_ns = base
 
     def _take(self, events: list[AnyEvent]) -> None:
-        groups: dict[str | None, list[AnyEvent]] = {}
+        complete: defaultdict[str | None, list[AnyEvent]] = defaultdict(list)
+        flows = 0
         for event in events:
             ph = event.ph
             if ph == "X":
-                groups.setdefault(event.cat, []).append(event)
+                complete[event.cat].append(event)
+            elif ph is not None and ph in _FLOWS:
+                flows += 1
             elif ph in ("i", "I", "R"):
-                groups.setdefault("\x00instant", []).append(event)
+                complete["\x00instant"].append(event)
             elif ph == "M":
                 self._metadata(event)
-            elif ph is not None and ph in _FLOWS:
-                self.counts["flow_events"] += 1
             elif ph == "C":
                 self.counts["counter_events"] += 1
             else:
                 self.counts["other_phases"] += 1
-        for raw_category, group in groups.items():
+        self.counts["flow_events"] += flows
+        for raw_category, group in complete.items():
             self._group(raw_category, group)
 
     def _metadata(self, event: AnyEvent) -> None:
@@ -272,7 +274,8 @@ class _Reader:
             values["correlation"] = _integers([a.corr for a in args], pa.uint64())
         elif category != "python_function":
             values["sequence_nr"] = _integers([a.seq_nr for a in args], pa.int64())
-            values["in_dims"] = np.fromiter((self.dims[_text(a.dims) or _text(a.dims_old)] for a in args), np.int64, n)
+            dims = self.dims_of_bytes
+            values["in_dims"] = np.fromiter([dims[bytes(a.dims) or bytes(a.dims_old)] for a in args], np.int64, n)
         self.cpu_op.append(n, values)
 
     def _widen_window(self, side: str, start: npt.NDArray[np.int64], dur: npt.NDArray[np.int64]) -> None:
@@ -290,7 +293,7 @@ class _Reader:
         n = len(group)
         starts = [e.ts for e in group]
         durs = [0] * n if instant else [e.dur for e in group]
-        if isinstance(group[0], ExactEvent) or any(isinstance(e, ExactEvent) for e in group):
+        if self.stream.exact:
             ts = np.array([np.nan if t is None else float(t) for t in starts])
             du = np.array([np.nan if d is None else float(d) for d in durs])
         else:
@@ -306,7 +309,7 @@ class _Reader:
             for i in np.flatnonzero(~sound):
                 self._reject(group[int(i)], ts[i], du[i], kind)
             ts, du = np.where(sound, ts, 0), np.where(sound, du, 0)
-        if any(isinstance(t, Decimal) for t in starts):
+        if self.stream.exact and any(isinstance(t, Decimal) for t in starts):
             start = np.array([_exact_ns(t) if k else 0 for t, k in zip(starts, sound, strict=True)], np.int64)
             dur = np.array([_exact_ns(d) if k else 0 for d, k in zip(durs, sound, strict=True)], np.int64)
             return start, dur, keep
@@ -354,55 +357,64 @@ class _Reader:
             )
             self.kernel.append(n, values)
             return
-        classes = [kernel_names.classify(str(name)) for name in names]
-        comm = [i for i in range(n) if classes[i].kernel_class == "comm" or args[i].cname is not None]
+        kinds = [self.kinds_of_kernel[name] for name in names]
+        values["kernel_class"] = np.fromiter((self.classes[kind.kernel_class] for kind in kinds), np.int64, n)
+        comm = [i for i in range(n) if kinds[i].kernel_class == "comm" or args[i].cname is not None]
         if comm:
-            for i in comm:
-                op = traffic.normalise_op(args[i].cname) if args[i].cname is not None else classes[i].op
-                self.comm_kernels.append(
-                    calls.CommKernel(
-                        name=self._once(str(names[i])),
-                        start_ns=int(values["start_ns"][i]),
-                        dur_ns=int(values["dur_ns"][i]),
-                        device=values["device"][i].as_py(),
-                        stream=values["stream"][i].as_py(),
-                        correlation=values["correlation"][i].as_py(),
-                        external_id=values["external_id"][i].as_py(),
-                        graph_id=values["graph_id"][i].as_py(),
-                        op=op,
-                        meta=calls.Metadata.of(args[i], self._once),
-                    )
-                )
+            self._comm_kernels(
+                {k: v.take(pa.array(comm)) if isinstance(v, pa.Array) else v[comm] for k, v in values.items()},
+                [args[i] for i in comm],
+                [kinds[i].op for i in comm],
+            )
             rest = np.ones(n, bool)
             rest[comm] = False
-            if not rest.any():
-                return
-            n = int(rest.sum())
+            n -= len(comm)
             values = {k: v.filter(pa.array(rest)) if isinstance(v, pa.Array) else v[rest] for k, v in values.items()}
-            classes = [c for c, r in zip(classes, rest, strict=True) if r]
-        values["kernel_class"] = np.fromiter((self.classes[c.kernel_class] for c in classes), np.int64, n)
-        self.kernel.append(n, values)
+        if n:
+            self.kernel.append(n, values)
+
+    def _comm_kernels(self, values: dict[str, Any], args: list[Args], named_ops: list[str | None]) -> None:
+        metas = [calls.Metadata.of(a) for a in args]
+        ops = [
+            traffic.normalise_op(a.cname) if a.cname is not None else op for a, op in zip(args, named_ops, strict=True)
+        ]
+        values["kernel_class"] = np.full(len(args), self.classes["comm"], np.int64)
+        values["kernel_op"] = np.array([self.ops[op] for op in ops], np.int64)
+        values["meta"] = pa.array([None if m is None else self.kernel_metas.append(m) for m in metas], pa.int64())
+        self.comm_kernel.append(len(args), values)
 
     def _host_comm(
         self, group: list[AnyEvent], start: npt.NDArray[np.int64], dur: npt.NDArray[np.int64], names: list[Any]
     ) -> None:
-        for i, name in enumerate(names):
-            if type(name) is str and name.startswith(_COMM_HOST) and not calls.names_a_place(name):
-                event = group[i]
-                self.host_comm.append(
-                    calls.HostEvent.of(
-                        self._once(name),
-                        event.args or _NO_ARGS,
-                        whole_number(event.pid),
-                        whole_number(event.tid),
-                        int(start[i]),
-                        int(dur[i]),
-                        self._once,
-                    )
-                )
+        found = [i for i, name in enumerate(names) if self.concerns_communication[name]]
+        if not found:
+            return
+        threads, depths, first = [], [], len(self.host_records)
+        begin, end = start[found], (start + dur)[found]
+        for i, start_ns, end_ns in zip(found, begin.tolist(), end.tolist(), strict=True):
+            event, name = group[i], names[i]
+            pid, tid = whole_number(event.pid), whole_number(event.tid)
+            self.host_records.append(calls.HostEvent.of(name, event.args or _NO_ARGS, pid, tid, start_ns, end_ns))
+            threads.append(self._thread(pid, tid))
+            depths.append(calls.depth(name))
+            if pid is not None:
+                self.comm_pids[pid] += 1
+            self.dispatched |= name.startswith(("c10d::", "ta:"))
+            self.gloo |= name.startswith("gloo:")
+        record = np.arange(first, first + len(found))
+        self.host_comm.append(
+            len(found), {"start_ns": begin, "end_ns": end, "thread": threads, "depth": depths, "record": record}
+        )
 
-    def _once(self, text: str) -> str:
-        return self.shared.setdefault(text, text)
+    def _thread(self, pid: int | None, tid: int | None) -> int:
+        return self.threads.setdefault((pid, tid), len(self.threads))
+
+    def remove(self) -> None:
+        """Deletes the temporary files."""
+        for spool in (self.cpu_op, self.span, self.kernel, self.comm_kernel, self.host_comm):
+            spool.remove()
+        self.kernel_metas.close()
+        self.host_records.close()
 
     # second pass -------------------------------------------------------------------------------------------------
 
@@ -410,7 +422,7 @@ class _Reader:
         """Ties, sorts and writes; gives the summary."""
         info = self.meta.get("distributedInfo")
         info = info if isinstance(info, dict) else {}
-        usable = self.cpu_op.rows + self.span.rows + self.kernel.rows + len(self.comm_kernels)
+        usable = self.cpu_op.rows + self.span.rows + self.kernel.rows + self.comm_kernel.rows
         if usable == 0 and not self.rejects and not self.stream.counts["cut"]:
             raise InputError(
                 f"{self.path.name} holds {self.stream.counts['events']} events but no complete one (phase X): it is not a "
@@ -420,18 +432,10 @@ class _Reader:
         rank, rank_source = self._rank(info, told_rank)
         world = whole_number(info.get("world_size"))
         issues = self._issues(rank, rank_source)
-        launches = self._launches()
-        tied = calls.tie(
-            self.host_comm,
-            self.comm_kernels,
-            launches=launches,
-            ancestors=self._ancestors(),
-            any_launch=any("Launch" in t for t in self.names.texts),
-        )
+        tied, comm_kernels, tie_issues = self._tie()
         pid = self._pid()
-        self.host_comm.clear()
-        groups, group_issues = calls.groups(info, tied, rank=rank, world_size=world)
-        issues += group_issues + tied.issues
+        group_rows, group_issues = groups.groups(info, tied.in_order(), rank=rank, world_size=world)
+        issues += group_issues + tie_issues
         cut = bool(self.stream.counts["cut"])
         rejected = sum(r.count for r in self.rejects.values()) + self.stream.counts["bad_events"]
         status = "partial" if cut else "complete with rejects" if rejected else "complete"
@@ -458,19 +462,22 @@ class _Reader:
             "import_status": status,
         }
         metadata = {schema.META_IMPORT: json.dumps({"source": SOURCE, "status": status})}
-        kept = self.cpu_op.rows + self.span.rows + self.kernel.rows + len(self.comm_kernels) + len(tied.calls)
-        rank_row["rows_kept"] = kept + len(groups)
+        kept = self.cpu_op.rows + self.span.rows + self.kernel.rows + self.comm_kernel.rows + len(tied)
+        rank_row["rows_kept"] = kept + len(group_rows)
         with RunWriter(part, metadata) as writer:
             constant = {"rank": rank, "source": SOURCE}
-            writer.write("comm_record", _chunks("comm_record", tied.call_rows(base, rank, groups), constant))
-            writer.write("cpu_op", self._final(self.cpu_op, constant))
+            writer.write("comm_record", _chunks("comm_record", tied.rows(base, rank, group_rows), constant))
+            tied.records.close()
+            del tied
+            writer.write("cpu_op", self._final([self.cpu_op], constant))
             writer.write(
                 "issue", [table_of("issue", [{**constant, "source_file": self.path.name, **i} for i in issues])]
             )
-            writer.write("kernel", self._kernel_batches(tied, constant))
-            writer.write("process_group", [table_of("process_group", [{**constant, **g} for g in groups])])
+            writer.write("kernel", self._final([self.kernel, comm_kernels], constant))
+            writer.write("process_group", [table_of("process_group", [{**constant, **g} for g in group_rows])])
             writer.write("rank", [table_of("rank", [rank_row])])
-            writer.write("span", self._final(self.span, constant))
+            writer.write("span", self._final([self.span], constant))
+        comm_kernels.remove()
         return Summary(
             file=self.path.name,
             path=str(self.path),
@@ -506,9 +513,8 @@ class _Reader:
         return {k: str(v) for k, v in found.items() if v is not None}
 
     def _pid(self) -> int | None:
-        pids = Counter(e.pid for e in self.host_comm if e.pid is not None)
-        if pids:
-            return pids.most_common(1)[0][0]
+        if self.comm_pids:
+            return self.comm_pids.most_common(1)[0][0]
         for spool in (self.cpu_op, self.span):
             for batch in spool.batches(["pid"]):
                 found = batch.column(0).drop_null()
@@ -517,11 +523,12 @@ class _Reader:
         return None
 
     def _device(self) -> int | None:
-        for batch in self.kernel.batches(["device"]):
-            values = batch.column(0).drop_null()
-            if len(values):
-                return int(values[0].as_py())
-        return next((k.device for k in self.comm_kernels if k.device is not None), None)
+        for spool in (self.kernel, self.comm_kernel):
+            for batch in spool.batches(["device"]):
+                values = batch.column(0).drop_null()
+                if len(values):
+                    return int(values[0].as_py())
+        return None
 
     def _device_name(self) -> str | None:
         properties = self.meta.get("deviceProperties")
@@ -532,36 +539,109 @@ class _Reader:
                     return str(entry.get("name")) if entry.get("name") is not None else None
         return None
 
-    def _launches(self) -> dict[int, calls.Launch]:
-        """Correlation -> the runtime call that launched a communication kernel."""
-        wanted = np.array(
-            sorted({k.correlation for k in self.comm_kernels if k.correlation is not None}), dtype=np.uint64
+    def _tie(self) -> tuple[ties.Calls, Spool, list[dict[str, Any]]]:
+        """The calls; the communication kernels with what they are tied to; issues."""
+        external, correlation, bare_ids, bogus_ids = [_NO_IDS], [_NO_IDS], False, True
+        for batch in self.comm_kernel.batches(["external_id", "correlation", "meta"]):
+            external.append(np.unique(batch.column(0).drop_null().to_numpy()))
+            correlation.append(np.unique(batch.column(1).drop_null().to_numpy()))
+            # Up to Feb 2024 a kernel's External id is its correlation id and says nothing of the host.
+            has_id, has_correlation, has_meta = (c.is_valid().to_numpy(zero_copy_only=False) for c in batch.columns)
+            ids, correlations = (batch.column(i).fill_null(0).to_numpy() for i in (0, 1))
+            bare = has_id & ~has_meta
+            bare_ids |= bool(bare.any())
+            bogus_ids &= bool((has_correlation & (ids == correlations))[bare].all())
+        gloo = ties.GlooRanges() if self.gloo and self.dispatched else None
+        records = Records(self.work, calls.Call)
+        tied = ties.Calls(records, np.unique(np.concatenate(external)), gloo=gloo is not None)
+        builder = ties.Builder(tied)
+        for thread, events in itertools.groupby(self._host_events(gloo), lambda pair: pair[0]):
+            builder.thread(thread, (event for _, event in events))
+        self.host_records.close()
+        ties.set_paths(tied, self._ancestors(tied))
+        found, issues = ties.tie_kernels(
+            builder,
+            self._tie_input(),
+            self.kernel_metas,
+            self._launches(np.unique(np.concatenate(correlation))),
+            bogus_ids=bare_ids and bogus_ids,
+            any_launch=any("Launch" in t for t in self.names.texts),
         )
-        found: dict[int, calls.Launch] = {}
-        if len(wanted) == 0:
-            return found
-        for batch in self.cpu_op.batches(["correlation", "pid", "tid", "start_ns"]):
+        tied.settle()
+        if gloo is not None:
+            gloo.tie(tied)
+        return tied, self._tied_kernels(tied, found), issues
+
+    def _host_events(self, gloo: ties.GlooRanges | None) -> Iterator[tuple[int, calls.HostEvent]]:
+        """(thread, record) in the order in which records nest; gloo's worker ranges go to ``gloo`` instead."""
+        for batch in in_order([self.host_comm], self.work, "thread, start_ns, end_ns DESC, depth"):
+            threads, records = batch.column("thread").to_pylist(), batch.column("record").to_pylist()
+            for thread, number in zip(threads, records, strict=True):
+                event = self.host_records[number]
+                if gloo is not None and event.name.startswith("gloo:"):
+                    gloo.add(event, number)
+                else:
+                    yield thread, event
+
+    def _tie_input(self) -> Iterator[ties.Kernel]:
+        """The communication kernels in the order of the file."""
+        nccl = ["nccl" in text or "rccl" in text for text in self.names.texts] + [False]  # code -1: no name
+        columns = ["start_ns", "dur_ns", "stream", "external_id", "correlation", "meta", "name"]
+        number = itertools.count()
+        for batch in self.comm_kernel.batches(columns):
+            rows = zip(*(column.to_pylist() for column in batch.columns), strict=True)
+            for start, dur, stream, external, correlation, meta, name in rows:
+                known_stream = ties.NONE if stream is None else stream
+                yield ties.Kernel(next(number), start, dur, known_stream, external, correlation, meta, nccl[name])
+
+    def _tied_kernels(self, tied: ties.Calls, found: ties.KernelTies) -> Spool:
+        """The communication kernels with what they are tied to."""
+        given = [c for c in self.comm_kernel.columns if c != "meta"]
+        added = ("coalesce_id", "join_evidence", "completeness", "launch_ns")
+        spool = Spool(self.work / "tied_kernel.parquet", (*given, *added), frozenset({"external_id", "correlation"}))
+        evidence = np.array([-1 if e is None else self.evidence[e] for e in ties.EVIDENCE])
+        completeness = np.array([self.completeness[c] for c in ties.COMPLETENESS])
+        coalesced = tied.coalesced(np.array(found.joint))
+        launch = np.array(found.launch_ns)
+        at = 0
+        for batch in self.comm_kernel.batches(given):
+            here = slice(at, at := at + batch.num_rows)
+            values = dict(zip(given, batch.columns, strict=True))
+            values["coalesce_id"] = pa.array(coalesced[here], mask=coalesced[here] < 0)
+            values["join_evidence"] = evidence[np.frombuffer(found.evidence, np.uint8)[here]]
+            values["completeness"] = completeness[np.frombuffer(found.completeness, np.uint8)[here]]
+            values["launch_ns"] = pa.array(launch[here] + self.base_ns, mask=launch[here] == ties.NONE)
+            spool.append(batch.num_rows, values)
+        spool.close()
+        return spool
+
+    def _launches(self, wanted: npt.NDArray[np.uint64]) -> Callable[[int], ties.Launch | None]:
+        """Finds the runtime call that launched a communication kernel; ``wanted``: their correlation ids, ordered."""
+        thread, start = np.full(len(wanted), -1), np.zeros(len(wanted), np.int64)
+        for batch in self.cpu_op.batches(["correlation", "pid", "tid", "start_ns"]) if len(wanted) else ():
             correlation = batch.column(0)
             known = correlation.is_valid().to_numpy(zero_copy_only=False)
             values = correlation.fill_null(0).to_numpy()
-            hit = np.flatnonzero(known & np.isin(values, wanted))
-            for i in hit:
-                found.setdefault(
-                    int(values[i]),
-                    calls.Launch(batch.column(1)[i].as_py(), batch.column(2)[i].as_py(), batch.column(3)[i].as_py()),
-                )
-        return found
+            place = np.minimum(np.searchsorted(wanted, values), len(wanted) - 1)
+            for i in np.flatnonzero(known & (wanted[place] == values)):
+                if thread[place[i]] < 0:
+                    thread[place[i]] = self._thread(batch.column(1)[i].as_py(), batch.column(2)[i].as_py())
+                    start[place[i]] = batch.column(3)[i].as_py()
 
-    def _ancestors(self) -> list[calls.Range]:
+        def find(correlation: int) -> ties.Launch | None:
+            at = int(np.searchsorted(wanted, np.uint64(correlation)))
+            return ties.Launch(int(thread[at]), int(start[at])) if thread[at] >= 0 else None
+
+        return find
+
+    def _ancestors(self, tied: ties.Calls) -> Iterator[tuple[int, int, int, str]]:
         """Host ranges that enclose the start of a call, of the names that say something about the place of a call."""
-        starts: dict[tuple[int | None, int | None], list[int]] = {}
-        for event in self.host_comm:
-            starts.setdefault((event.pid, event.tid), []).append(event.start_ns)
-        points = {k: np.array(sorted(v), np.int64) for k, v in starts.items()}
         eligible = np.array([calls.names_a_place(t) for t in self.names.texts] + [False], bool)  # code -1: no name
-        found: list[calls.Range] = []
-        if not points or not eligible.any():
-            return found
+        if not len(tied) or not eligible.any():
+            return
+        start, thread = np.array(tied.start), np.array(tied.thread)
+        points = {key: np.sort(start[thread == number]) for key, number in self.threads.items()}
+        around = Spool(self.work / "around.parquet", ("start_ns", "end_ns", "thread", "name"))
         for spool in (self.cpu_op, self.span):
             for batch in spool.batches(["name", "pid", "tid", "start_ns", "dur_ns"]):
                 name = batch.column(0).to_numpy()
@@ -571,29 +651,38 @@ class _Reader:
                 end = start + batch.column(4).to_numpy()
                 usable = eligible[name]
                 for (p, t), at in points.items():
-                    index = np.flatnonzero(
-                        usable & (pid == (-1 if p is None else p)) & (tid == (-1 if t is None else t))
-                    )
-                    if len(index) == 0:
-                        continue
-                    inside = np.searchsorted(at, start[index], "left") < np.searchsorted(at, end[index], "left")
-                    for i in index[inside]:
-                        found.append(calls.Range(p, t, int(start[i]), int(end[i]), self.names.texts[int(name[i])]))
-        return found
+                    mine = usable & (pid == (-1 if p is None else p)) & (tid == (-1 if t is None else t))
+                    index = np.flatnonzero(mine)
+                    index = index[np.searchsorted(at, start[index]) < np.searchsorted(at, end[index])]
+                    if len(index):
+                        number = np.full(len(index), self.threads[p, t])
+                        values = {"start_ns": start[index], "end_ns": end[index], "thread": number, "name": name[index]}
+                        around.append(len(index), values)
+        around.close()
+        try:
+            for batch in in_order([around], self.work, "thread, start_ns, end_ns DESC"):
+                columns = (batch.column(c).to_pylist() for c in ("thread", "start_ns", "end_ns", "name"))
+                for thread_number, start_ns, end_ns, code in zip(*columns, strict=True):
+                    yield thread_number, start_ns, end_ns, self.names.texts[code]
+        finally:  # ranges behind the last call are not asked for
+            around.remove()
 
     def _refuse_two_processes(self) -> None:
         """A file into which two processes' events were merged: ids repeat, so nothing in it can be tied soundly."""
         launch_names = np.array(["Launch" in t for t in self.names.texts] + [False], bool)
         launched = [
-            batch.column(0).filter(pa.array(launch_names[batch.column(1).to_numpy()])).drop_null().to_numpy()
+            batch.column(0).filter(pa.array(launch_names[batch.column(1).to_numpy()])).drop_null().to_numpy().copy()
             for batch in self.cpu_op.batches(["correlation", "name"])
         ]
-        twice = _repeated(np.concatenate(launched)) if launched else np.array([], np.uint64)
+        twice = _repeated(launched)
         if len(twice) == 0:
             return
-        worked = [b.column(0).drop_null().to_numpy() for b in self.kernel.batches(["correlation"])]
-        worked.append(np.array([k.correlation for k in self.comm_kernels if k.correlation is not None], np.uint64))
-        both = np.intersect1d(twice, _repeated(np.concatenate(worked)))
+        worked = [
+            batch.column(0).drop_null().to_numpy()
+            for spool in (self.kernel, self.comm_kernel)
+            for batch in spool.batches(["correlation"])
+        ]
+        both = np.intersect1d(twice, _repeated(worked))
         if len(both) == 0:
             return
         shown = ", ".join(str(int(c)) for c in both[:5])
@@ -610,9 +699,7 @@ class _Reader:
         found: list[dict[str, Any]] = []
 
         def add(severity: str, code: str, sentence: str, n: int, location: str | None = None) -> None:
-            found.append(
-                {"severity": severity, "code": code, "sentence": sentence, "occurrences": n, "location": location}
-            )
+            found.append(issue(severity, code, sentence, n, location))
 
         if counts["cut"]:
             why = f" ({self.stream.read_error})" if self.stream.read_error else ""
@@ -694,7 +781,7 @@ class _Reader:
             add(
                 "info",
                 "rank_from_file_name",
-                f"The file does not state its rank; {rank} was taken from its name.",
+                "The file does not state its rank: it was taken from the file's name.",
                 1,
                 self.path.name,
             )
@@ -708,7 +795,7 @@ class _Reader:
             )
         return found
 
-    def _final(self, spool: Spool, constant: dict[str, Any]) -> Iterator[pa.Table]:
+    def _final(self, spools: Sequence[Spool], constant: dict[str, Any]) -> Iterator[pa.Table]:
         """Sorted rows with text for codes, absolute times and the constant columns."""
         texts = {
             "name": self.names,
@@ -716,8 +803,10 @@ class _Reader:
             "in_dims": self.dims,
             "kernel_class": self.classes,
             "kernel_op": self.ops,
+            "join_evidence": self.evidence,
+            "completeness": self.completeness,
         }
-        for batch in spool.sorted(self.work):
+        for batch in in_order(spools, self.work):
             columns: dict[str, Any] = {}
             for name in batch.schema.names:
                 column = batch.column(name)
@@ -729,24 +818,25 @@ class _Reader:
                     columns[name] = column
             yield _with_constants(pa.table(columns), constant)
 
-    def _kernel_batches(self, tied: calls.Tied, constant: dict[str, Any]) -> Iterator[pa.Table]:
-        """Compute kernels and copies from the spool, merged in time order with the tied communication kernels."""
-        comm = sorted(tied.kernels, key=lambda k: (k.start_ns, k.stream or 0))
-        starts = [k.start_ns + self.base_ns for k in comm]
-        at = 0
-        for table in self._final(self.kernel, constant):
-            upto = bisect_right(starts, table.column("start_ns")[-1].as_py(), at)
-            if upto == at:
-                yield table
-                continue
-            ours = table_of("kernel", [{**constant, **calls.kernel_row(k, self.base_ns)} for k in comm[at:upto]])
-            merged = pa.concat_tables([table, ours], promote_options="permissive").unify_dictionaries()
-            yield merged.sort_by("start_ns")
-            at = upto
-        yield from _chunks("kernel", (calls.kernel_row(k, self.base_ns) for k in comm[at:]), constant)
-
 
 _NO_ARGS = Args()
+_NO_IDS = np.array([], np.uint64)
+
+
+class _Asked(dict[Any, Any]):
+    """What a function says of each key, asked once."""
+
+    def __init__(self, ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, key: object) -> Any:
+        found = self[key] = self._ask(key)
+        return found
+
+
+def _concerns_communication(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(_COMM_HOST) and not calls.names_a_place(name)
 
 
 def _chunks(kind: str, rows: Iterable[dict[str, Any]], constant: dict[str, Any]) -> Iterator[pa.Table]:
@@ -798,14 +888,10 @@ def _integers(values: list[Any], dtype: pa.DataType) -> pa.Array:
         return pa.array([v if v is not None and low <= v <= high else None for v in whole], dtype)
 
 
-def _text(raw: msgspec.Raw) -> str | None:
-    text = bytes(raw)
-    return text.decode("utf-8", "replace") if text else None
-
-
-def _repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _repeated(parts: list[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
     """The values that occur more than once, without 0 (an id that means none)."""
-    ordered = np.sort(values)
+    ordered = np.concatenate([_NO_IDS, *parts])
+    ordered.sort()
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     return np.unique(again[again != 0])
 

@@ -7,12 +7,16 @@ sort narrow and the memory flat.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import duckdb
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -21,9 +25,18 @@ import pyarrow.parquet as pq
 from traceanalyzer import schema
 
 ROW_GROUP = 65_536
-_SORT_MEMORY = "100MB"
+_SORT_MEMORY = "48MB"
 
 Column = npt.NDArray[np.int64]
+
+
+_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+
+def _give_back() -> None:
+    """Gives freed memory back to the system. glibc keeps it by itself, in ever more pieces: 100 MB after a long file."""
+    if _trim is not None:
+        _trim(0)
 
 
 class Intern(dict[Any, int]):
@@ -44,17 +57,18 @@ class Intern(dict[Any, int]):
 
     def decode(self, codes: Column) -> pa.DictionaryArray:
         """Codes as a dictionary array that holds only the texts in use."""
-        used, inverse = np.unique(codes, return_inverse=True)
-        missing = len(used) > 0 and used[0] == -1
-        texts = pa.array([self.texts[c] for c in used[1 if missing else 0 :]], pa.string())
-        index = inverse.astype(np.int32) - (1 if missing else 0)
-        return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32(), mask=index < 0), texts)
+        place = np.zeros(len(self.texts) + 1, np.int32)  # the last for code -1
+        place[codes] = 1
+        used = np.flatnonzero(place[:-1])
+        place[used] = np.arange(len(used), dtype=np.int32)
+        index = pa.array(place[codes], pa.int32(), mask=codes < 0)
+        return pa.DictionaryArray.from_arrays(index, pa.array([self.texts[c] for c in used], pa.string()))
 
 
 class Spool:
-    """One kind's rows: int64 columns (a mask for nulls), appended in any order, read back sorted by ``start_ns``."""
+    """One kind's rows: int64 columns (a mask for nulls), appended in any order, read back in any order (in_order)."""
 
-    def __init__(self, path: Path, columns: Sequence[str], unsigned: frozenset[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], unsigned: frozenset[str] = frozenset()) -> None:
         self.path = path
         self.columns = tuple(columns)
         self.rows = 0
@@ -86,9 +100,10 @@ class Spool:
             self._writer = pq.ParquetWriter(self.path, self._schema, compression="lz4", use_dictionary=False)
         self._writer.write_table(pa.concat_tables(self._pending).combine_chunks(), row_group_size=ROW_GROUP)
         self._pending, self._pending_rows = [], 0
+        _give_back()
 
     def close(self) -> None:
-        """Finishes the file; batches and sorted may be called afterwards."""
+        """Finishes the file; batches and in_order may be called afterwards."""
         self._flush()
         if self._writer is not None:
             self._writer.close()
@@ -97,26 +112,108 @@ class Spool:
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows in the order they came, some columns only."""
         if self.rows:
-            with pq.ParquetFile(self.path) as file:
-                yield from file.iter_batches(ROW_GROUP, columns=list(columns))
+            with pq.ParquetFile(self.path, pre_buffer=False) as file:  # what is read ahead is held to the end
+                for group in range(file.num_row_groups):
+                    yield from file.iter_batches(
+                        ROW_GROUP, row_groups=[group], columns=list(columns), use_threads=False
+                    )
+            _give_back()
 
-    def sorted(self, work: Path) -> Iterator[pa.RecordBatch]:
-        """The rows ordered by start_ns, and as they came where that is equal; in bounded memory."""
-        if not self.rows:
-            return
-        connection = duckdb.connect(":memory:")
-        try:
-            connection.execute(f"SET memory_limit='{_SORT_MEMORY}'")
-            connection.execute("SET threads=1")
-            connection.execute("SET temp_directory=?", [str(work / "sort")])
-            ordered = connection.sql(
-                "SELECT * EXCLUDE file_row_number FROM read_parquet(?, file_row_number=true) "
-                "ORDER BY start_ns, file_row_number",
-                params=[str(self.path)],
-            )
-            yield from ordered.to_arrow_reader(ROW_GROUP)
-        finally:
-            connection.close()
+    def remove(self) -> None:
+        """Deletes the file."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def in_order(spools: Sequence[Spool], work: Path, order: str = "start_ns") -> Iterator[pa.RecordBatch]:
+    """The rows of closed spools, null where one lacks a column, ordered by an SQL expression; in bounded memory.
+
+    Rows that are equal in it come spool by spool, and of each in the order in which they were appended.
+    """
+    filled = [spool for spool in spools if spool.rows]
+    if not filled:
+        return
+    connection = duckdb.connect(":memory:")
+    try:
+        connection.execute(f"SET memory_limit='{_SORT_MEMORY}'")
+        connection.execute("SET threads=1")
+        connection.execute("SET temp_directory=?", [str(work / "sort")])
+        rows = " UNION ALL BY NAME ".join(
+            f"SELECT *, {number} AS spool FROM read_parquet(?, file_row_number=true)" for number in range(len(filled))
+        )
+        ordered = connection.sql(
+            f"SELECT * EXCLUDE (spool, file_row_number) FROM ({rows}) ORDER BY {order}, spool, file_row_number",
+            params=[str(spool.path) for spool in filled],
+        )
+        yield from ordered.to_arrow_reader(ROW_GROUP)
+    finally:
+        connection.close()
+        _give_back()
+
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+_PIECE = 1 << 16
+
+
+class Records(Generic[_Record]):
+    """A list of records on disk, read and replaced by number: of each, 8 bytes stay in memory."""
+
+    def __init__(self, folder: Path, kind: type[_Record]) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=_PIECE)  # noqa: SIM115 - closed by close
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._places = array("q")
+        self._size = 0
+        self._pending = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def append(self, record: _Record) -> int:
+        """Adds a record and gives its number."""
+        self._places.append(self._put(record))
+        return len(self._places) - 1
+
+    def __setitem__(self, number: int, record: _Record) -> None:
+        self._places[number] = self._put(record)
+
+    def __getitem__(self, number: int) -> _Record:
+        if self._pending:
+            self._flush()
+        self._file.seek(self._places[number])
+        size = int.from_bytes(self._file.read(4), "little")
+        return self._decode(self._file.read(size))
+
+    def _put(self, record: _Record) -> int:
+        data = self._encode(record)
+        place = self._size
+        self._pending += len(data).to_bytes(4, "little")
+        self._pending += data
+        self._size += 4 + len(data)
+        if len(self._pending) >= _PIECE:
+            self._flush()
+        return place
+
+    def _flush(self) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(self._pending)
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Ends the list; the file has no name and goes with it."""
+        self._file.close()
+        self._places = array("q")
+
+
+def issue(severity: str, code: str, sentence: str, occurrences: int, location: str | None = None) -> dict[str, Any]:
+    """What a row of kind issue says."""
+    return {
+        "severity": severity,
+        "code": code,
+        "sentence": sentence,
+        "occurrences": occurrences,
+        "location": location,
+    }
 
 
 def table_of(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -151,7 +248,8 @@ class RunWriter:
 
     def __enter__(self) -> RunWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = pq.ParquetWriter(self._temporary, self._schema, **schema.writer_options())
+        options: dict[str, Any] = schema.writer_options()
+        self._writer = pq.ParquetWriter(self._temporary, self._schema, **options)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -206,3 +304,4 @@ class RunWriter:
                 nulls[field.type] = pa.nulls(n, field.type)
             columns.append(given[field.name] if field.name in given else nulls[field.type])
         self._writer.write_table(pa.table(columns, schema=self._schema), row_group_size=ROW_GROUP)
+        _give_back()
