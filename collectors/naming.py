@@ -198,7 +198,8 @@ class _Hook:
         self.cls: Any = ProcessGroup
         self.range: Any = _RecordFunctionFast
         self.world: Any = distributed_c10d._world
-        self.profiling_here: Callable[[], bool] = torch._C._autograd._profiler_enabled
+        core: Any = torch._C  # its stubs do not know all of it
+        self.profiling_here: Callable[[], bool] = core._autograd._profiler_enabled
         # A profile that a daemon starts shows in none of the flags.
         self.always = bool(os.environ.get("KINETO_USE_DAEMON"))
         self.lock = threading.Lock()

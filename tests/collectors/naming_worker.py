@@ -8,16 +8,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 
 from traceanalyzer.collectors import naming
 
-PG = torch._C._distributed_c10d.ProcessGroup
+dist: Any = distributed  # the stubs of torch do not know all that is called here
+PG = cast(Any, torch._C)._distributed_c10d.ProcessGroup
 
 
 class ReduceInBackward(torch.autograd.Function):
