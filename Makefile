@@ -48,15 +48,21 @@ types: $(VENV)/.installed links  ## mypy (strict) and pyright
 imports: $(VENV)/.installed links  ## the import contract: arrows go one way
 	cd $(LINKS) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --no-cache
 
-docs: $(VENV)/.installed  ## regenerate docs/tables.md
+docs: $(VENV)/.installed  ## regenerate docs/tables.md and docs/cli.md
 	$(BIN)/python docs/generate.py
 
 docs-check: $(VENV)/.installed  ## fail if docs/tables.md is not what the schema says
 	$(BIN)/python docs/generate.py --check
 
-bench: $(VENV)/.installed  ## every benchmark in benchmarks/
+HTA := .venv-hta
+$(HTA)/.installed: Makefile
+	test -x $(HTA)/bin/python || $(PYTHON) -m venv $(HTA)
+	$(HTA)/bin/python -m pip install $(PIP_FLAGS) HolisticTraceAnalysis
+	touch $@
+
+bench: $(VENV)/.installed $(HTA)/.installed  ## every benchmark in benchmarks/, beside HTA
 	@set -e; found=; for file in benchmarks/bench_*.py; do \
-	  [ -e "$$file" ] || continue; found=yes; echo "== $$file"; $(BIN)/python "$$file"; \
+	  [ -e "$$file" ] || continue; found=yes; echo "== $$file"; HTA_PYTHON=$(HTA)/bin/python $(BIN)/python "$$file"; \
 	done; [ -n "$$found" ] || echo "benchmarks/ has no bench_*.py"
 
 # The folders at the root are subpackages of traceanalyzer by [tool.setuptools.package-dir], which no type checker and
@@ -82,6 +88,6 @@ $(DEMO_VENV)/.installed: pyproject.toml $(SOURCES)
 	@touch $@
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(DEMO_VENV) build dist demo.parquet *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(HTA) build dist demo.parquet *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find traceanalyzer $(FOLDERS) tests fixtures benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -83,7 +84,11 @@ def main() -> int:
     arguments.add_argument("--mb", type=int, default=500)
     arguments.add_argument("--growth-mb", type=int, default=2000, help="0: leave out")
     arguments.add_argument("--trace", type=Path, help="measure this file instead of a generated one")
-    arguments.add_argument("--hta-python", help="interpreter of an environment with HolisticTraceAnalysis")
+    arguments.add_argument(
+        "--hta-python",
+        default=os.environ.get("HTA_PYTHON"),
+        help="interpreter of an environment with HolisticTraceAnalysis (make bench makes one)",
+    )
     arguments.add_argument("--json", type=Path, help="write the results here too")
     options = arguments.parse_args()
 
