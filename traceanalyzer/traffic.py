@@ -301,15 +301,8 @@ def off_rank_bytes(
     if op is None or payload is None or group_size is None:
         return None
     if op == "all_to_all" and in_splits:
-        if len(set(in_splits)) == 1 and len(in_splits) == group_size:
-            return Fraction(payload) * off_rank_factor(op, group_size)
-        size = element_bytes(dtype)
-        width = row_elems(in_elems, in_splits, out_elems, out_splits)
-        if sum(in_splits) == 0:
-            return Fraction(0)
-        if size is None or width is None or group_rank is None or not 0 <= group_rank < len(in_splits):
-            return None
-        return Fraction((sum(in_splits) - in_splits[group_rank]) * width * size)
+        row = _row_bytes(dtype, in_elems, in_splits, out_elems, out_splits)
+        return _bytes_of_others(in_splits, row, group_size, group_rank)
     return Fraction(payload) * off_rank_factor(op, group_size)
 
 
@@ -326,13 +319,33 @@ def received_bytes(
     group_rank: int | None = None,
 ) -> Fraction | None:
     """Bytes that enter this rank in one call; equals off_rank_bytes but for an uneven all_to_all. None if unknown."""
-    even = out_splits is not None and len(set(out_splits)) == 1 and set(out_splits) == set(in_splits or out_splits)
-    if op == "all_to_all" and out_splits and not even and payload is not None:
-        size = element_bytes(dtype)
-        width = row_elems(in_elems, in_splits, out_elems, out_splits)
-        if sum(out_splits) == 0:
-            return Fraction(0)
-        if size is None or width is None or group_rank is None or not 0 <= group_rank < len(out_splits):
-            return None
-        return Fraction((sum(out_splits) - out_splits[group_rank]) * width * size)
+    if op == "all_to_all" and out_splits and payload is not None and group_size is not None:
+        row = _row_bytes(dtype, in_elems, in_splits, out_elems, out_splits)
+        return _bytes_of_others(out_splits, row, group_size, group_rank)
     return off_rank_bytes(op, payload, group_size)
+
+
+def _row_bytes(
+    dtype: str | None,
+    in_elems: int | None,
+    in_splits: Sequence[int] | None,
+    out_elems: int | None,
+    out_splits: Sequence[int] | None,
+) -> int | None:
+    """Bytes of one row of an all_to_all; None if its width or the size of its type is unknown."""
+    return tensor_bytes(row_elems(in_elems, in_splits, out_elems, out_splits), dtype)
+
+
+def _bytes_of_others(
+    splits: Sequence[int], row_bytes: int | None, group_size: int, group_rank: int | None
+) -> Fraction | None:
+    """Bytes of the rows of all ranks but this one; its own chunk is known by its place, or where all are equal."""
+    if sum(splits) == 0:
+        return Fraction(0)
+    if group_rank is not None and 0 <= group_rank < len(splits):
+        own = splits[group_rank]
+    elif len(splits) == group_size and len(set(splits)) == 1:
+        own = splits[0]
+    else:
+        return None
+    return None if row_bytes is None else Fraction((sum(splits) - own) * row_bytes)

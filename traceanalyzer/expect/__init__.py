@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from traceanalyzer.errors import JobError
 from traceanalyzer.expect import batch, control, data, document, tensor, versions
@@ -34,7 +35,8 @@ def expected(job: Job, rank: int, *, rules: RuleSet = "megatron", version: str |
     not say a size that is needed.
     """
     text = version or job.megatron_core_version
-    return _expected(job, rank, rules, versions.parse(text) if text else versions.KNOWN[-1], text)
+    release = versions.parse(text) if text else versions.KNOWN[-1]
+    return replace(_of_stage(job, job.layout.stage(rank), rules, release, text), rank=rank)
 
 
 def expectations(job: Job, rank: int, rules: RuleSet = "megatron") -> list[Variant]:
@@ -46,18 +48,24 @@ def expectations(job: Job, rank: int, rules: RuleSet = "megatron") -> list[Varia
     if job.megatron_core_version is not None:
         release = versions.parse(job.megatron_core_version)
         return [Variant(f"{release[0]}.{release[1]}", expected(job, rank, rules=rules))]
+    return [
+        Variant(words, replace(found, rank=rank, version=words))
+        for words, found in _variants_of_stage(job, job.layout.stage(rank), rules)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _variants_of_stage(job: Job, stage: int, rules: RuleSet) -> tuple[tuple[str, Expectation], ...]:
+    """Words for releases, and what they make every rank of a stage send."""
     groups: list[tuple[Expectation, list[versions.Release]]] = []
     for release in versions.KNOWN:
-        found = _expected(job, rank, rules, release, None)
+        found = _of_stage(job, stage, rules, release, None)
         members = next((members for known, members in groups if _same(known, found)), None)
         if members is None:
             groups.append((found, [release]))
         else:
             members.append(release)
-    return [
-        Variant(words, replace(found, version=words))
-        for found, words in ((found, versions.span(members)) for found, members in groups)
-    ]
+    return tuple((versions.span(members), found) for found, members in groups)
 
 
 def _with_defaults(job: Job, release: versions.Release) -> Job:
@@ -67,11 +75,14 @@ def _with_defaults(job: Job, release: versions.Release) -> Job:
     return replace(job, rerun_mode="validate_results" if versions.since(release, "rerun by default") else "disabled")
 
 
-def _expected(job: Job, rank: int, rules: RuleSet, release: versions.Release, version: str | None) -> Expectation:
+# All ranks of a stage send the same: no chapter looks at anything of a rank but its stage. A run of a thousand ranks asks
+# for a few stages only.
+@lru_cache(maxsize=1024)
+def _of_stage(job: Job, stage: int, rules: RuleSet, release: versions.Release, version: str | None) -> Expectation:
     if rules not in RULE_SETS:
         raise JobError(f"rules={rules!r}: must be one of {', '.join(RULE_SETS)}")
-    job.layout.coordinates(rank)  # a rank outside the world is an error before anything else
     job = _with_defaults(job, release)
+    rank = job.layout.rank_of(pp=stage)
     missing = tuple(_chapters_without_rules(job, rules))
     if rules == "document":
         return Expectation(rules, rank, tuple(document.calls(job, rank)), missing, version)
