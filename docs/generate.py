@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import click
 
-from traceanalyzer import cli, schema
+from traceanalyzer import attribute, cli, schema
 
 PAGE = Path(__file__).resolve().parent / "tables.md"
 CLI_PAGE = PAGE.with_name("cli.md")
@@ -43,6 +43,17 @@ under it and leaves the others null. In DuckDB each kind has a view of its own c
 **Null is unknown. 0 is zero. -1 does not exist.** Times are unix nanoseconds as recorded: the table does not align
 clocks. Rows are ordered by (`kind`, `rank`, `start_ns`).
 """
+
+
+VIEWS_INTRODUCTION = """\
+`comm` shows one row per call, from the source that says most, with what is worked out from the rows: sizes, roles and places,
+each fact with its evidence. They are not stored. `process_group` gets `role` and `role_evidence` in the same words."""
+
+DERIVED: list[tuple[str, str, str]] = [
+    ("end_ns", "BIGINT", "`start_ns + dur_ns`."),
+    ("payload_bytes", "BIGINT", 'Payload of the call, nccl-tests "size" (docs/decisions/0003). Null: unknown.'),
+]
+"""Columns of comm that follow from its own row."""
 
 
 def cell(text: str) -> str:
@@ -101,6 +112,10 @@ def render() -> str:
     ]
     for kind in schema.KINDS:
         lines += kind_section(kind)
+    lines += ["## What the views add", "", VIEWS_INTRODUCTION, ""]
+    added = [*DERIVED, *((name, *described) for name, described in attribute.ATTRIBUTED_COLUMNS.items())]
+    lines += table(("column of `comm`", "type", "meaning"), [(f"`{n}`", f"`{t}`", doc) for n, t, doc in added])
+    lines.append("")
     lines += ["## Metadata of the file", "", "Keys of the Parquet key-value metadata.", ""]
     lines += [*table(("key", "meaning"), keys), ""]
     return "\n".join(lines)

@@ -225,3 +225,15 @@ def test_attaching_twice_gives_the_same(open_run: Callable[..., Run], job: Calla
     first = run.rows("FROM comm")
     attribute.attach(run, None)
     assert run.rows("FROM comm") == first
+
+
+def test_groups_show_their_role(open_run: Callable[..., Run]) -> None:
+    groups = [group("a", TP_RANKS, "MODEL_PARALLEL_GROUP"), group("b", [0, 2], None), group("c", None, "undefined")]
+    run = open_run({"rank": [RANK], "process_group": groups, "comm_record": [call(0)]})
+    for _ in range(2):  # attaching again must not join the view with itself
+        attach(run, None)
+        assert run.tuples("SELECT group_id, role, role_evidence FROM process_group ORDER BY group_id") == [
+            ("a", "mp", "description"),
+            ("b", None, None),
+            ("c", None, None),
+        ]

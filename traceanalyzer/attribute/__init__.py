@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from traceanalyzer import schema
 from traceanalyzer.attribute import places, roles, steps
 from traceanalyzer.axes import rollup
 from traceanalyzer.job import Job
@@ -50,7 +51,7 @@ ATTRIBUTED_COLUMNS: dict[str, tuple[str, str]] = {
     "component": ("VARCHAR", "Part of the model, where the calling function and the shape tell. Null: unknown."),
     "component_evidence": ("VARCHAR", "recorded, call_path, call_path and shape."),
 }
-"""Columns that ``attach`` adds to the view comm: type and meaning."""
+"""Columns that ``attach`` adds to the view comm: type and meaning. The view process_group gets role and role_evidence."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,16 @@ def attach(run: Run, job: Job | None) -> Attribution:
     conflicts += roles.of_callers(run)
     roles.settle(run, {})
     run.connection.execute("CREATE OR REPLACE VIEW comm AS " + _COMM)
+    run.connection.execute("CREATE OR REPLACE VIEW process_group AS " + _PROCESS_GROUP)
     return Attribution(found, conflicts)
 
+
+_PROCESS_GROUP = f"""
+SELECT p.*, g.role, g.role_evidence
+FROM (SELECT {", ".join(c.name for c in schema.columns_of("process_group") if c.name != "kind")}
+      FROM run WHERE kind = 'process_group') p
+LEFT JOIN group_role g ON g.rank IS NOT DISTINCT FROM p.rank AND g.group_id = p.group_id
+"""
 
 _COMM = """
 WITH placed AS (
