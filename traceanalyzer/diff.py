@@ -24,9 +24,6 @@ from traceanalyzer.job import Job, conflicts
 from traceanalyzer.matching import DIFFERS, Cell, Measured, StepMatch, Times, with_patterns
 from traceanalyzer.run import Run
 
-VERDICTS = ("match", "excess", "missing", "unexpected", "unknown")
-"""Verdicts of a cell; the diff as a whole has match, differs, cannot be judged."""
-
 Steps = dict[tuple[int, int], list[Measured]]
 """Measured calls by (rank, step)."""
 

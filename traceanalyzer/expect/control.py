@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from traceanalyzer.expect import versions
+from traceanalyzer.expect import parameters, versions
 from traceanalyzer.expect.model import Evidence, ExpectedCall, NotModelled
 from traceanalyzer.expect.quantity import Quantity, call
 from traceanalyzer.job import Job
@@ -90,14 +90,9 @@ def _scalar(
 # -- optimizer -------------------------------------------------------------------------------------------------------
 
 
-def _has_expert_optimizer(job: Job) -> bool:
-    """Whether expert parameters have an optimizer of their own: only expert parallelism marks them apart."""
-    return job.num_experts is not None and job.expert_model_parallel_size > 1
-
-
 def _statistics(job: Job, release: versions.Release) -> tuple[list[str], str]:
     """The group of each chained optimizer's statistics, dense first; and the releases this holds for."""
-    optimizers = 2 if _has_expert_optimizer(job) else 1
+    optimizers = 2 if parameters.experts_apart(job) else 1
     if not _is_distributed(job):
         return ["mp", "tp_ep_pp"][:optimizers], ""
     behaviour = "distributed-optimizer group"
@@ -215,7 +210,7 @@ def not_modelled(job: Job, release: versions.Release) -> list[NotModelled]:
         found.append(NotModelled("log_num_zeros_in_grad", ("mp",), ("other",), ("all_reduce",)))
     if job.overlap_param_gather_with_optimizer_step:
         found.append(NotModelled("overlap_param_gather_with_optimizer_step", *optimizer))
-    if job.use_megatron_fsdp and _has_expert_optimizer(job):
+    if job.use_megatron_fsdp and parameters.experts_apart(job):
         found.append(NotModelled("use_megatron_fsdp with experts", *optimizer))
     if str(job.extra.get("optimizer", "adam")) not in ("adam", "sgd"):
         found.append(NotModelled(f"optimizer {job.extra['optimizer']}", (*statistics, "mp", "world"), ("optimizer",)))

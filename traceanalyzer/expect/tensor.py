@@ -33,7 +33,7 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from traceanalyzer.expect import shapes, versions
+from traceanalyzer.expect import parameters, shapes, versions
 from traceanalyzer.expect.model import Evidence, ExpectedCall, NotModelled
 from traceanalyzer.expect.quantity import Quantity, call
 from traceanalyzer.job import Job
@@ -542,16 +542,20 @@ def replicated_parameters(job: Job, rank: int) -> Quantity:
 
 def not_modelled(job: Job, rank: int, release: versions.Release) -> list[NotModelled]:
     """Flags that are set, change this group's traffic and have no rule yet; the flag's name is ``what``."""
-    found = [NotModelled(name, (ROLE,)) for name in _VARIABLE if _is_on(job, name)]
-    if _is_on(job, "fp8"):
+    found = [NotModelled(name, (ROLE,)) for name in _VARIABLE if parameters.is_on(job, name)]
+    if parameters.is_on(job, "fp8"):
         found.append(NotModelled("fp8", ("tp_dp_cp", "tp_dp", "tp_cp"), (), ("all_reduce",)))
     if job.decoder_seq_length not in (None, job.seq_length):
         found.append(NotModelled("decoder_seq_length", (ROLE,)))
     if job.tensor_model_parallel_size == 1:
         return found
-    found += [NotModelled(name, (ROLE,), phases, ops) for name, phases, ops in _FLAGS if _is_on(job, name)]
+    found += [NotModelled(name, (ROLE,), phases, ops) for name, phases, ops in _FLAGS if parameters.is_on(job, name)]
     gradients = ((ROLE,), (_OTHER,), ("all_reduce",))
-    found += [NotModelled(name, *gradients) for name in ("use_megatron_fsdp", "use_torch_fsdp2") if _is_on(job, name)]
+    found += [
+        NotModelled(name, *gradients)
+        for name in ("use_megatron_fsdp", "use_torch_fsdp2")
+        if parameters.is_on(job, name)
+    ]
     part = _Part(job, rank)
     experts = part.split(part.layers)[1]
     if experts and job.add_bias_linear and part.sequence_parallel:
@@ -598,12 +602,3 @@ _FLAGS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("tensor_parallel_num_weight_shards", (), ()),
     ("use_kitchen", _PASSES, ("all_gather",)),
 )
-
-
-def _is_on(job: Job, name: str) -> bool:
-    value = getattr(job, name) if hasattr(job, name) else job.extra.get(name)
-    if name == "gtp_weight_remat_size":
-        return isinstance(value, int) and value > 1
-    if name == "tensor_parallel_num_weight_shards":
-        return isinstance(value, int) and value > job.tensor_model_parallel_size
-    return bool(value) and value not in ("None", "False")
