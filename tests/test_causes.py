@@ -207,6 +207,14 @@ def test_microbatch_count_of_one_bad_step() -> None:
         pytest.param([cell("missing", got=24), cell("missing", got=16, op="all_reduce")], id="two factors"),
         pytest.param([cell("missing", got=31), cell("missing", got=31, op="all_reduce")], id="no whole number"),
         pytest.param([cell("missing", got=0), cell("missing", got=0, op="all_reduce")], id="nothing measured"),
+        pytest.param(
+            [
+                cell("excess", got=64),
+                cell("excess", got=64, phase="backward"),
+                cell("match", op="reduce_scatter", ranks=(0, 1)),
+            ],
+            id="right in a cell shared with another rank",
+        ),
     ],
 )
 def test_microbatch_near_misses(near: list[CellView]) -> None:
@@ -344,3 +352,25 @@ def test_the_first_rule_that_fits_wins() -> None:
 def test_every_rule_says_what_it_is_for() -> None:
     assert all(rule.__doc__ for rule in TABLE)
     assert Cause("a", "b", "likely") == Cause("a", "b", "likely")
+
+
+def test_the_document_knows_the_part_in_another_cell() -> None:
+    layers = expected("all_reduce", calls=32, component="attention.proj")
+    embedding = expected("all_reduce", calls=4, component="embedding")
+    cells = [
+        cell("unexpected", wanted=0, got=4, op="all_reduce", expected=()),
+        cell("match", op="all_reduce", expected=(layers,)),
+    ]
+    facts = Facts(JOB, rules="document", megatron={0: (embedding, layers)})
+    assert sentence(cells, facts) == (
+        "The document does not mention these calls, real Megatron makes them: 4 embedding. The megatron "
+        "rules explain 36 calls."
+    )
+
+
+def test_scatters_alone_do_not_say_that_sequence_parallelism_was_off() -> None:
+    cells = [
+        cell("match"),
+        cell("excess", op="all_reduce", expected=(expected("reduce_scatter"),)),
+    ]
+    assert "sequence_parallel" not in str(found(cells))

@@ -835,12 +835,24 @@ def test_without_a_job(compare: Callable[..., Diff], tmp_path: Path) -> None:
     )
 
 
-def test_without_calls(compare: Callable[..., Diff], tmp_path: Path) -> None:
+def test_without_calls_everything_is_missing(compare: Callable[..., Diff]) -> None:
+    found = compare({0: []})
+    assert {(c.calls_measured, c.verdict) for c in found.cells} == {(0, "missing")}
+    assert (found.verdict, found.exit_code) == ("differs", 1)
+
+
+def test_without_a_complete_step_nothing_can_be_judged(compare: Callable[..., Diff]) -> None:
+    cut = {"rank": 0, "source": "hook", "import_status": "partial", "window_start_ns": 0, "host_start_ns": 0}
+    found = compare({0: FORWARD}, more={"rank": [cut]})
+    assert (found.cells, found.verdict, found.exit_code) == ((), "cannot be judged", 3)
+    assert found.coverage.calls_outside_steps == len(FORWARD)
+
+
+def test_without_a_rank_there_is_nothing_to_expect(compare: Callable[..., Diff], tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
-        compare({0: []})
+        compare({}, more={"rank": [{"rank": None, "source": "kineto", "window_start_ns": 0, "host_start_ns": 0}]})
     assert str(error.value) == (
-        f"{tmp_path}/run0.parquet: no communication call of a known rank lies in a complete step. traceanalyzer info "
-        f"{tmp_path}/run0.parquet shows what it holds."
+        f"{tmp_path}/run0.parquet: no rank is known in it, so nothing can be expected of it. Import the trace with --rank N."
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SHOW_MODULES = "import json, sys; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
 
@@ -38,3 +41,19 @@ def test_the_command_line_does_not_need_torch(tmp_path: Path) -> None:
     modules = modules_after("from traceanalyzer.cli import main\nassert callable(main)", tmp_path)
     assert "click" in modules
     assert "torch" not in modules
+
+
+def test_collectors_import_the_standard_library_and_torch_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "torch", "traceanalyzer.collectors", "traceanalyzer"}
+    for file in sorted((ROOT / "collectors").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                inside = name.startswith("traceanalyzer")
+                known = name == "traceanalyzer" or name.startswith("traceanalyzer.collectors")
+                assert known if inside else name.split(".")[0] in allowed, f"{file.name} imports {name}"

@@ -532,8 +532,30 @@ def test_nothing_is_invented() -> None:
     unknown = ("world_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
     unknown += ("kv_channels", "vocab_size", "padded_vocab_size", "seq_length", "micro_batch_size", "num_microbatches")
     assert [getattr(job, name) for name in (*unknown, "global_batch_size", "rerun_mode")] == [None] * 14
-    assert Job(world_size=8, micro_batch_size=2).num_microbatches is None
-    assert Job(world_size=8, micro_batch_size=2, framework="megatron-lm").global_batch_size == 16
+
+
+def test_one_micro_batch_where_nobody_says_how_many() -> None:
+    # megatron/training/arguments.py, validate_args: global_batch_size = micro_batch_size * data_parallel_size
+    job = Job(world_size=8, micro_batch_size=2)
+    assert (job.num_microbatches, job.global_batch_size) == (1, 16)
+
+
+def test_the_command_lines_own_words_in_a_file() -> None:
+    assert parse_mapping({"disable_bias_linear": True}).add_bias_linear is False
+    assert parse_mapping({"disable_bias_linear": False}).add_bias_linear is True
+    assert parse_mapping({"no_align_grad_reduce": True}).align_grad_reduce is False
+    assert parse_mapping({"fp8_format": "hybrid"}).fp8 == "hybrid"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (float("inf"), "num_layers=inf: expected a whole number"),
+        (10**9, "num_layers=1000000000: must be at most 100000"),
+    ],
+)
+def test_a_number_of_layers_that_no_model_has(value: object, words: str) -> None:
+    assert message(parse_mapping, {"num_layers": value}) == words
 
 
 def test_require() -> None:

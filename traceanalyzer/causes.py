@@ -105,7 +105,9 @@ def _beyond_the_document(cells: Sequence[CellView], facts: Facts) -> Found:
     for i, cell in enumerate(cells):
         if not cell.differs or cell.surplus <= 0:
             continue
-        known = {c.component for c in cell.expected}
+        siblings = [c for c in cells if _same_calls(c, cell)]  # cells that only the component tells apart
+        known = {c.component for s in siblings for c in s.expected}
+        measured = sum(s.calls_measured for s in siblings)
         real = [
             c
             for c in facts.megatron.get(cell.ranks[0], ())
@@ -116,7 +118,7 @@ def _beyond_the_document(cells: Sequence[CellView], facts: Facts) -> Found:
         if not beyond:
             continue
         explained = sum(c.calls for c in real)
-        proven = explained == cell.calls_measured
+        proven = explained == measured
         regathers = sum(c.calls for c in beyond if c.avoidable is not None and c.avoidable.code == "sp_input_regather")
         listed = ", ".join(f"{c.calls} {c.component}" for c in beyond)
         if regathers:
@@ -133,8 +135,21 @@ def _beyond_the_document(cells: Sequence[CellView], facts: Facts) -> Found:
             code = "not_in_document"
             words = f"The document does not mention these calls, real Megatron makes them: {listed}."
         count = f"{explained} call{'' if explained == 1 else 's'}"
-        total = count if proven else f"{count} of {cell.calls_measured}"
+        total = count if proven else f"{count} of {measured}"
         yield Cause(code, f"{words} The megatron rules explain {total}.", "proven" if proven else "likely"), (i,)
+
+
+def _same_calls(one: CellView, other: CellView) -> bool:
+    """Whether two cells hold calls of one kind in the same steps, so that only the component tells them apart."""
+    return (one.role, one.op, one.phase, one.dtype, one.payload, one.ranks, one.steps) == (
+        other.role,
+        other.op,
+        other.phase,
+        other.dtype,
+        other.payload,
+        other.ranks,
+        other.steps,
+    )
 
 
 def _recompute_on(cells: Sequence[CellView], facts: Facts) -> Found:
@@ -181,14 +196,14 @@ def _recompute_off(cells: Sequence[CellView], facts: Facts) -> Found:
 
 def _sequence_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
     """All-reduces where the job's sequence parallelism expects all-gather and reduce-scatter pairs, or the other way."""
-    layers = {
+    everywhere = {
         i: c
         for i, c in enumerate(cells)
-        if c.role == "tp"
-        and c.differs
-        and c.phase in ("forward", "backward", "recompute")
-        and c.dtype == facts.job.activation_dtype
+        if c.role == "tp" and c.phase in ("forward", "backward", "recompute") and c.dtype == facts.job.activation_dtype
     }
+    if facts.job.sequence_parallel and any(c.verdict == "match" and c.op == "all_gather" for c in everywhere.values()):
+        return  # it was on: single operations that differ have another reason
+    layers = {i: c for i, c in everywhere.items() if c.differs}
     reduces = sum(c.calls_measured for c in layers.values() if c.op == "all_reduce")
     pairs = sum(c.calls_measured for c in layers.values() if c.op in ("all_gather", "reduce_scatter"))
     wanted = {c.op for cell in layers.values() for c in cell.expected}
@@ -222,14 +237,20 @@ def _scaled_counts(cells: Sequence[CellView], facts: Facts) -> Found:
         return
     places: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, c in enumerate(cells):
-        per_micro_batch = c.phase in ("forward", "backward", "recompute") and c.verdict != "unknown"
-        if c.expected and c.calls_measured and per_micro_batch:
+        if c.phase in ("forward", "backward", "recompute") and c.verdict != "unknown" and c.expected:
             places.setdefault((c.ranks, c.steps), []).append(i)
-    for joined in places.values():
+    for (ranks, steps), joined in places.items():
+        # a count that is right in the same steps, in a cell it shares with other ranks, speaks against it
+        if any(
+            i not in joined and set(ranks) <= set(cells[i].ranks) and set(steps) <= set(cells[i].steps)
+            for others in places.values()
+            for i in others
+        ):
+            continue
         counts = [(cells[i].calls_measured * micro_batches, cells[i].calls_expected) for i in joined]
         seen = {measured // wanted if measured % wanted == 0 else None for measured, wanted in counts}
         number = seen.pop() if len(seen) == 1 else None
-        if len(joined) < 2 or number in (None, micro_batches):
+        if len(joined) < 2 or number in (None, 0, micro_batches):
             continue
         said = facts.captured is not None and facts.captured.num_microbatches == number
         yield (

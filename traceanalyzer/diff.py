@@ -135,12 +135,27 @@ def diff(
     used, world, problems = _in_the_runs_world(run, declared)
     found = attribute.attach(run, used)
     measured, outside = _measure(run)
-    if not measured:
-        raise InputError(
-            f"{run.source}: no communication call of a known rank lies in a complete step. traceanalyzer info {run.source} "
-            "shows what it holds."
-        )
     _add_silent_steps(measured, found.steps)
+    if not measured:
+        if not run.value("SELECT count(*) FROM rank WHERE rank IS NOT NULL"):
+            raise InputError(
+                f"{run.source}: no rank is known in it, so nothing can be expected of it. Import the trace with --rank N."
+            )
+        return Diff(
+            source=run.source,
+            job=used,
+            job_used="intended" if intended is not None else "captured",
+            rules=rules,
+            version="none could be tried",
+            versions_tried=(),
+            cells=(),
+            coverage=_coverage(run, measured, outside, found, (), world),
+            job_conflicts=tuple(problems),
+            not_in_window=(),
+            verdict="cannot be judged",  # no complete step: a cut recording, say
+            min_coverage=min_coverage,
+            tolerance=tolerance,
+        )
     present = sorted({rank for rank, _ in measured})
     _check_ranks(used, present)
     seen = places.phases_seen(run)
@@ -185,10 +200,8 @@ def _job_of(run: Run, key: str) -> Job | None:
 def _in_the_runs_world(run: Run, job: Job) -> tuple[Job, int | None, list[JobConflict]]:
     """The job with the run's world size where it states none, the world size, and where the two contradict."""
     recorded = run.value("SELECT max(world_size) FROM rank")
-    if job.world_size is None:
-        return (job if recorded is None else replace(job, world_size=int(recorded))), recorded, []
-    if recorded in (None, job.world_size):
-        return job, job.world_size, []
+    if recorded is None or job.world_size in (None, recorded):
+        return attribute.in_world_of(run, job), recorded or job.world_size, []
     sentence = f"world_size: the job says {job.world_size}, the run recorded {recorded} (the diff uses the job's)"
     return job, job.world_size, [JobConflict("world_size", job.world_size, recorded, sentence)]
 

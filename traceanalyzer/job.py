@@ -84,6 +84,8 @@ _POSITIVE: tuple[str, ...] = (
     "ddp_bucket_size",
 )
 
+_MOST_LAYERS = 100_000
+
 # What a log's "None" does not settle: unknown rather than switched off.
 _FACTS: frozenset[str] = frozenset(
     {
@@ -140,8 +142,8 @@ class Job:
     heads), ``num_query_groups`` (heads, unless ``group_query_attention``), ``moe_ffn_hidden_size`` (ffn_hidden_size),
     ``padded_vocab_size`` (vocab_size, plus one with NullTokenizer, rounded up to make_vocab_size_divisible_by x TP),
     ``expert_tensor_parallel_size`` (TP), ``virtual_pipeline_model_parallel_size``, ``order``, ``params_dtype``,
-    ``num_microbatches`` and ``global_batch_size`` from each other (neither stated: unknown, but one micro-batch with
-    framework "megatron-lm", whose script says so), ``rerun_mode`` (None while the version is unknown: the default
+    ``num_microbatches`` and ``global_batch_size`` from each other (neither stated: one micro-batch, as
+    Megatron's ``validate_args`` has it), ``rerun_mode`` (None while the version is unknown: the default
     changed in 0.14). Set as Megatron sets them: ``sequence_parallel`` off at TP 1, ``overlap_p2p_comm`` and
     ``align_param_gather`` off without interleaving, ``add_qkv_bias`` on with ``add_bias_linear``,
     ``accumulate_allreduce_grads_in_fp32`` on for bf16 unless ``grad_reduce_in_bf16``.
@@ -327,6 +329,8 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise JobError(f"{name}={value}: must be at least 1")
+        if self.num_layers is not None and self.num_layers > _MOST_LAYERS:
+            raise JobError(f"num_layers={self.num_layers}: must be at most {_MOST_LAYERS}")
         self._set("cp_comm_type", tuple(kind.replace("allgather", "all_gather") for kind in self.cp_comm_type))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -478,7 +482,7 @@ class Job:
         total = self.global_batch_size
         if total is None and self.num_microbatches is not None:
             total = part * self.num_microbatches
-        elif total is None and self.framework == "megatron-lm":
+        elif total is None:
             total = part
         if total is None:
             return
@@ -850,8 +854,10 @@ def _scalar(name: str, value: object, kind: str) -> bool | int | float | str:
                 return text.lower() == "true"
         case "int" | "float":
             convert = int if kind == "int" else float
-            if isinstance(value, int | float) and not isinstance(value, bool) and convert(value) == value:
-                return convert(value)
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                number = convert(value)
+                if number == value:
+                    return number
             if text is not None:
                 try:
                     return convert(text)
@@ -974,6 +980,11 @@ def parse_mapping(content: Mapping[str, object]) -> Job:
     extra: dict[str, JsonValue] = {}
     for full, short, value in _flatten(content):
         name = _ALIASES.get(short, short)
+        option = _option(short) if name not in _FIELDS and name not in _WORDS_FOR_FIELDS else None
+        if option is not None and option[1] is None:
+            name = option[0]
+        elif option is not None and isinstance(value, bool):  # the command line's own word, such as disable_bias_linear
+            name, value = option[0], option[1] if value else not option[1]
         if name not in _FIELDS and name not in _WORDS_FOR_FIELDS:
             extra[full if short in extra else short] = _as_json(value)
         elif value is not None:

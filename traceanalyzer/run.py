@@ -172,7 +172,12 @@ def _metadata(connection: duckdb.DuckDBPyConnection, files: list[str]) -> dict[s
                 f"{file}: a Parquet file, but not a run table (no {schema.META_SCHEMA} in its metadata). Make one with "
                 "traceanalyzer import."
             )
-        if int(version.split(".")[0]) > schema.SCHEMA_VERSION[0]:
+        major = version.split(".")[0]
+        if not major.isdigit():
+            raise SchemaError(
+                f"{file}: its schema version {version!r} is no version. Make the run table again with traceanalyzer import."
+            )
+        if int(major) > schema.SCHEMA_VERSION[0]:
             raise SchemaError(
                 f"{file}: written with schema version {version}; this program reads up to {schema.SCHEMA_VERSION[0]}."
                 f"{schema.SCHEMA_VERSION[1]}. Update traceanalyzer."

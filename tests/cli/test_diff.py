@@ -233,3 +233,21 @@ def test_a_run_without_a_job(run_cli: RunCli, tmp_path: Path) -> None:
         2,
         "Error: bare.parquet: no job is known for this run, so nothing can be expected of it. Give --job FILE (TOML, YAML, a Megatron log or command line).\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-o", "run.parquet"], "-o run.parquet: this file is read by the same command. Give another name."),
+        (["--tolerance", "nan"], "Invalid value for --tolerance: must be a finite number."),
+        (["--tolerance", "inf"], "Invalid value for --tolerance: must be a finite number."),
+    ],
+)
+def test_options_that_are_refused(run_cli: RunCli, run: Path, arguments: list[str], words: str) -> None:
+    done = run_cli("diff", str(run), *arguments)
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, f"Error: {words}")
+
+
+def test_a_release_that_nobody_read_is_named(run_cli: RunCli, run: Path, job_file: Callable[..., Path]) -> None:
+    done = run_cli("diff", str(run), "--job", str(job_file(megatron_core_version="0.25")))
+    assert "megatron 0.25 (rules of 0.19, the nearest known)" in " ".join(done.stdout.split())

@@ -261,3 +261,50 @@ def test_a_misspelt_job_field_is_pointed_out(run_cli: Cli, traces: list[Path], t
     done = run_cli("import", "trace0.json", "--job", "job.toml", "-o", "run.parquet", "--quiet")
     assert done.exit_code == 0
     assert done.stderr == "note: job.toml: num_layer is not a field this program knows; did you mean num_layers?\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("trace0.json", "-o trace0.json: this file is read by the same command. Give another name."),
+        ("job.toml", "-o job.toml: this file is read by the same command. Give another name."),
+        ("run.txt", "-o run.txt: give a name that ends in .parquet, or a folder."),
+    ],
+)
+def test_what_is_read_is_never_written_over(
+    run_cli: Cli, traces: list[Path], tmp_path: Path, out: str, words: str
+) -> None:
+    (tmp_path / "job.toml").write_text("num_layers = 2\n")
+    before = traces[0].read_bytes()
+    done = run_cli("import", "trace0.json", "--job", "job.toml", "-o", out)
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, f"Error: {words}")
+    assert traces[0].read_bytes() == before
+
+
+def test_sizes_that_cannot_be_sizes_are_null_and_counted(run_cli: Cli, tmp_path: Path) -> None:
+    call = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "record_param_comms",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 1,
+        "args": {
+            "Collective name": "allreduce",
+            "In msg nelems": -5,
+            "Out msg nelems": 4096.5,
+            "Group size": -1,
+            "dtype": "Float",
+            "Process Group Name": "3",
+        },
+    }
+    (tmp_path / "rank0.json").write_text(
+        json.dumps({"baseTimeNanoseconds": BASE, "distributedInfo": {"rank": 0}, "traceEvents": [call]})
+    )
+    done = run_cli("import", "rank0.json", "-o", "run.parquet", "--format", "json")
+    assert [(i["code"], i["occurrences"]) for i in json.loads(done.stdout)["issues"] if i["severity"] == "warning"] == [
+        ("unusable_value", 3)
+    ]
+    with Run.open(tmp_path / "run.parquet") as run:
+        assert run.tuples("SELECT in_elems, out_elems, group_size FROM comm") == [(None, None, None)]

@@ -6,7 +6,7 @@ is null. ``attach`` computes the tables once and joins them into the view ``comm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -60,6 +60,12 @@ class Attribution:
 
     steps: list[steps.Step]
     conflicts: list[roles.GroupConflict]
+
+
+def in_world_of(run: Run, job: Job) -> Job:
+    """The job with the run's world size where it states none."""
+    recorded = run.value("SELECT max(world_size) FROM rank") if job.world_size is None else None
+    return job if recorded is None else replace(job, world_size=int(recorded))
 
 
 def attach(run: Run, job: Job | None) -> Attribution:

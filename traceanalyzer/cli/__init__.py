@@ -62,9 +62,9 @@ class _Commands(click.Group):
         except TraceAnalyzerError as error:
             raise Refusal(str(error)) from error
         except OSError as error:
-            if error.filename is None or error.errno == errno.EPIPE:
+            if error.errno == errno.EPIPE:
                 raise
-            raise Refusal(f"{error.filename}: {error.strerror}.") from error
+            raise Refusal(f"{error.filename or 'the output'}: {error.strerror}.") from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,12 @@ def read_job_file(path: Path) -> Job:
     for name, field in job.likely_typos() if path.suffix in (".toml", ".yaml", ".yml") else ():
         click.echo(f"note: {path.name}: {name} is not a field this program knows; did you mean {field}?", err=True)
     return job
+
+
+def refuse_own_input(out: Path | None, inputs: Iterable[str | Path]) -> None:
+    """Refuses to write over a file that the command reads."""
+    if out is not None and any(Path(i).resolve() == out.resolve() for i in inputs):
+        raise click.UsageError(f"-o {out}: this file is read by the same command. Give another name.")
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from io import StringIO
@@ -77,7 +78,7 @@ def diff_command(
 
     Exit code: 0 match, 1 something differs, 2 usage or unreadable input, 3 cannot be judged.
     """
-    from traceanalyzer.cli.common import read_job_file
+    from traceanalyzer.cli.common import read_job_file, refuse_own_input
     from traceanalyzer.diff import diff
     from traceanalyzer.reports import diff as report
     from traceanalyzer.reports import diff_terminal
@@ -85,8 +86,11 @@ def diff_command(
 
     if explain is not None and form != "table":
         raise click.UsageError("--explain goes with --format table.")
+    if not math.isfinite(tolerance):
+        raise click.BadParameter("must be a finite number.", param_hint="--tolerance")
     job = None if job_file is None else read_job_file(job_file)
     with Run.open(run) as opened:
+        refuse_own_input(out, opened.files)
         found = diff(opened, job, rules=rules, tolerance=tolerance, min_coverage=min_coverage)
     if form == "json":
         text = json.dumps(report.document(found), indent=1) + "\n"

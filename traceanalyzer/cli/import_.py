@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from traceanalyzer import schema
-from traceanalyzer.cli.common import format_option, print_json, print_report, read_job_file
+from traceanalyzer.cli.common import format_option, print_json, print_report, read_job_file, refuse_own_input
 from traceanalyzer.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def import_command(
             f"--rank names the rank of one trace, and here are {len(files)}: they cannot all be rank {rank}. "
             "Import the trace that does not state its rank by itself with --rank, then use traceanalyzer merge."
         )
+    refuse_own_input(out, [*files, *(f for f in (job_file, captured_job) if f is not None)])
+    if out.suffix not in ("", ".parquet") and not out.is_dir():
+        raise click.UsageError(f"-o {out}: give a name that ends in .parquet, or a folder.")
     metadata = {
         key: read_job_file(path).to_json()
         for key, path in ((schema.META_JOB_INTENDED, job_file), (schema.META_JOB_CAPTURED, captured_job))

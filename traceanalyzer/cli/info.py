@@ -19,12 +19,13 @@ def info_command(source: str, job_file: Path | None, form: str) -> None:
     RUN is a .parquet file, a folder or glob of them, or a URL. Ranks, sources, steps, groups, the share of communication
     that is tied to calls, and everything that was wrong or missing in the input.
     """
-    from traceanalyzer.attribute import attach
+    from traceanalyzer.attribute import attach, in_world_of
     from traceanalyzer.reports import info, info_terminal
     from traceanalyzer.run import Run
 
     with Run.open(source) as run:
         job, used = job_of(run, job_file)
+        job = None if job is None else in_world_of(run, job)
         found = info.collect(run, attach(run, job), job, used)
     if form == "json":
         print_json(info.document(found))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option
+from traceanalyzer.cli.common import job_of, job_option, refuse_own_input
 from traceanalyzer.errors import TraceAnalyzerError
 
 if TYPE_CHECKING:
@@ -55,14 +55,16 @@ def sql_command(
     \b
     traceanalyzer sql run.parquet "SELECT role, op, count(*) FROM comm GROUP BY ALL"
     """
-    from traceanalyzer.attribute import attach
+    from traceanalyzer.attribute import attach, in_world_of
     from traceanalyzer.run import Run
 
     form = form or (_SUFFIXES.get(out.suffix.lower(), "table") if out is not None else "table")
     if form == "parquet" and out is None:
         raise click.UsageError("--format parquet is no text: say where to write it with -o FILE.")
     with Run.open(source) as run:
-        attach(run, job_of(run, job_file).job)
+        refuse_own_input(out, run.files)
+        job = job_of(run, job_file).job
+        attach(run, None if job is None else in_world_of(run, job))
         if query is None and form == "table":
             with _output(out) as write:
                 write(_views(run))

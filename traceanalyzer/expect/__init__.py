@@ -47,7 +47,7 @@ def expectations(job: Job, rank: int, rules: RuleSet = "megatron") -> list[Varia
     """
     if job.megatron_core_version is not None:
         release = versions.parse(job.megatron_core_version)
-        return [Variant(f"{release[0]}.{release[1]}", expected(job, rank, rules=rules))]
+        return [Variant(versions.label(release), expected(job, rank, rules=rules))]
     return [
         Variant(words, replace(found, rank=rank, version=words))
         for words, found in _variants_of_stage(job, job.layout.stage(rank), rules)

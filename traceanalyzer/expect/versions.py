@@ -61,6 +61,12 @@ def parse(text: str) -> Release:
     return int(found[1]), int(found[2])
 
 
+def label(release: Release) -> str:
+    """A release in words: "0.16", and for one that was not read, whose rules stand for it: "0.25 (rules of 0.19)"."""
+    nearest = min(max(release, KNOWN[0]), KNOWN[-1])
+    return _text(release) if release in KNOWN else f"{_text(release)} (rules of {_text(nearest)}, the nearest known)"
+
+
 def since(release: Release, behaviour: str) -> bool:
     """Whether ``release`` has ``behaviour``, a key of SINCE."""
     return release >= SINCE[behaviour]

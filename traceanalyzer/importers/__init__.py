@@ -32,6 +32,9 @@ STATUSES = ("complete", "complete with rejects", "partial", "refused")
 """From best to worst."""
 
 
+_ISSUE_KEYS = ("severity", "code", "sentence", "occurrences", "location", "rank", "source_file")
+
+
 @dataclass
 class ImportResult:
     """What an import gave. ``out`` is None for a refusal: then no file was written."""
@@ -61,7 +64,13 @@ class ImportResult:
                 }
                 for f in self.files
             ],
-            "issues": self.issues,
+            "issues": [
+                {
+                    key: issue.get(key)
+                    for key in ("severity", "code", "sentence", "occurrences", "location", "rank", "source_file")
+                }
+                for issue in self.issues
+            ],
         }
 
 

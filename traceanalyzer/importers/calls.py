@@ -57,7 +57,7 @@ class Metadata(Struct, gc=False, array_like=True):
             dtype=_text(args.dtype),
             in_elems=_size(args.inn if args.inn is not None else args.inn_old),
             out_elems=_size(args.outn if args.outn is not None else args.outn_old),
-            group_size=whole_number(args.gsize),
+            group_size=_members(args.gsize),
             group_name=_text(group),
             group_desc=_text(args.pgdesc),
             group_ranks=_text(args.pgranks),
@@ -81,7 +81,7 @@ class Metadata(Struct, gc=False, array_like=True):
             dtype=_text(args.dtype),
             in_elems=_size(args.ta_in),
             out_elems=_size(args.ta_out),
-            group_size=whole_number(args.ta_size),
+            group_size=_members(args.ta_size),
             group_name=_text(args.ta_pg),
             group_desc=_text(args.ta_desc),
             group_ranks=_text(args.ta_ranks),
@@ -514,6 +514,21 @@ def _text(value: object) -> str | None:
 def _size(value: object) -> int | None:
     number = whole_number(value)
     return None if number is None or number < 0 else number
+
+
+def _members(value: object) -> int | None:
+    """The size of a group: at least one rank, else it is not known."""
+    number = whole_number(value)
+    return None if number is None or number < 1 else number
+
+
+def unusable_values(args: Args) -> int:
+    """How many sizes of a call are written but cannot be sizes (negative, fractional, a group of no rank)."""
+    if args.cname is None or args.cname in traffic.NOT_TRAFFIC:
+        return 0
+    sizes = (args.inn, args.inn_old, args.outn, args.outn_old)
+    unusable = sum(size is not None and _size(size) is None for size in sizes)
+    return unusable + (args.gsize is not None and _members(args.gsize) is None)
 
 
 def _flag(value: object) -> bool | None:

@@ -394,6 +394,7 @@ class _Reader:
         for i, start_ns, end_ns in zip(found, begin.tolist(), end.tolist(), strict=True):
             event, name = group[i], names[i]
             pid, tid = whole_number(event.pid), whole_number(event.tid)
+            self.counts["unusable_values"] += calls.unusable_values(event.args or _NO_ARGS)
             self.host_records.append(calls.HostEvent.of(name, event.args or _NO_ARGS, pid, tid, start_ns, end_ns))
             threads.append(self._thread(pid, tid))
             depths.append(calls.depth(name))
@@ -741,6 +742,14 @@ class _Reader:
                 "missing_value",
                 "inf and nan are not numbers: those values are null.",
                 counts["missing_values"],
+            )
+        if self.counts["unusable_values"]:
+            add(
+                "warning",
+                "unusable_value",
+                "Sizes of calls or groups that cannot be sizes (negative, fractional, a group of no rank): those values are "
+                "null, and the bytes of those calls are unknown.",
+                self.counts["unusable_values"],
             )
         if counts["odd_fields"]:
             add("warning", "odd_field", "Fields of an unexpected type are null.", counts["odd_fields"])
