@@ -270,7 +270,7 @@ MENDED: dict[str, tuple[str, object, dict[str, int]]] = {
     "control_byte": (event("aXb").replace("X", "X", 1).replace("aXb", "a\x01b"), "a b", {"repaired_strings": 1}),
     "raw_newline_and_tab": (event("a_b_c").replace("a_b_c", "a\nb\tc"), "a b c", {"repaired_strings": 1}),
     "windows_path": (event("PATH").replace("PATH", r"C:\Users\train.py"), "C:/Users/train.py", {"repaired_strings": 1}),
-    "accidental_escape": (event("PATH").replace("PATH", r"C:\work\new"), "C:/work/new", {"repaired_strings": 1}),
+    "accidental_escape": (event("PATH").replace("PATH", r"C:\dumps\new"), "C:/dumps/new", {"repaired_strings": 1}),
     "path_ends_with_backslash": (
         event("PATH").replace("PATH", "C:\\dir\\"), "C:/dir/", {"repaired_strings": 2}),
     "half_surrogate": (event("SUR").replace("SUR", r"a\ud83db"), "a?b", {"repaired_strings": 1}),
