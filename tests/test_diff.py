@@ -848,6 +848,13 @@ def test_without_a_complete_step_nothing_can_be_judged(compare: Callable[..., Di
     assert found.coverage.calls_outside_steps == len(FORWARD)
 
 
+def test_conflicts_are_named_without_a_complete_step_too(compare: Callable[..., Diff]) -> None:
+    cut = {"rank": 0, "source": "hook", "import_status": "partial", "window_start_ns": 0, "host_start_ns": 0}
+    metadata = {schema.META_JOB_CAPTURED: job_with(num_layers=3)}
+    found = compare({0: FORWARD}, more={"rank": [cut]}, metadata=metadata)
+    assert [(c.field, c.intended, c.captured) for c in found.job_conflicts] == [("num_layers", 1, 3)]
+
+
 def test_without_a_rank_there_is_nothing_to_expect(compare: Callable[..., Diff], tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         compare({}, more={"rank": [{"rank": None, "source": "kineto", "window_start_ns": 0, "host_start_ns": 0}]})

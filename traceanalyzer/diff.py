@@ -134,58 +134,64 @@ def diff(
     _refuse_ranks_twice(run)
     used, world, problems = _in_the_runs_world(run, declared)
     found = attribute.attach(run, used)
-    measured, outside = _measure(run)
-    _add_silent_steps(measured, found.steps)
-    if not measured:
-        if not run.value("SELECT count(*) FROM rank WHERE rank IS NOT NULL"):
-            raise InputError(
-                f"{run.source}: no rank is known in it, so nothing can be expected of it. Import the trace with --rank N."
-            )
-        return Diff(
-            source=run.source,
-            job=used,
-            job_used="intended" if intended is not None else "captured",
-            rules=rules,
-            version="none could be tried",
-            versions_tried=(),
-            cells=(),
-            coverage=_coverage(run, measured, outside, found, (), world),
-            job_conflicts=tuple(problems),
-            not_in_window=(),
-            verdict="cannot be judged",  # no complete step: a cut recording, say
-            min_coverage=min_coverage,
-            tolerance=tolerance,
-        )
-    present = sorted({rank for rank, _ in measured})
-    _check_ranks(used, present)
-    seen = places.phases_seen(run)
-    recorded = _in_window(used, seen)
-    tried = _expect(recorded, present, rules)
-    megatron = _megatron_rows(recorded, present, rules)
-    outcomes = [(words, _compare(measured, e, megatron, seen, used.layout, tolerance)) for words, e in tried]
-    # the newest of those that leave the least open
-    best = min(reversed(outcomes), key=lambda outcome: outcome[1].open)[1]
-    _settle(run, best.measured)
-    facts = causes.Facts(used, captured if intended is not None else None, rules, megatron)
-    cells = _explain(_order(best.cells), facts)
-    coverage = _coverage(run, best.measured, outside, found, cells, world)
     if captured is not None and intended is not None:
         problems += [_captured_conflict(c.field, c.intended, c.captured) for c in conflicts(captured, intended)]
     problems += [JobConflict(f"groups of role {c.role}", c.declared, c.observed, c.sentence) for c in found.conflicts]
+    measured, outside = _measure(run)
+    _add_silent_steps(measured, found.steps)
+    if not measured and not run.value("SELECT count(*) FROM rank WHERE rank IS NOT NULL"):
+        raise InputError(
+            f"{run.source}: no rank is known in it, so nothing can be expected of it. Import the trace with --rank N."
+        )
+    judged = _judge(run, used, captured if intended is not None else None, measured, rules, tolerance)
+    coverage = _coverage(run, judged.measured, outside, found, judged.cells, world)
     return Diff(
         source=run.source,
         job=used,
         job_used="intended" if intended is not None else "captured",
         rules=rules,
-        version=", ".join(words for words, outcome in outcomes if outcome.open == best.open),
-        versions_tried=tuple(words for words, _ in tried),
-        cells=tuple(cells),
+        version=judged.version,
+        versions_tried=judged.versions_tried,
+        cells=judged.cells,
         coverage=coverage,
         job_conflicts=tuple(problems),
-        not_in_window=best.left_out,
-        verdict=_verdict(cells, coverage, min_coverage),
+        not_in_window=judged.left_out,
+        verdict=_verdict(judged.cells, coverage, min_coverage) if measured else "cannot be judged",
         min_coverage=min_coverage,
         tolerance=tolerance,
+    )
+
+
+class _Judged(NamedTuple):
+    """The cells of a run, and what they rest on; ``measured`` with the roles that patterns settled."""
+
+    cells: tuple[Cell, ...]
+    measured: Steps
+    version: str
+    versions_tried: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def _judge(run: Run, job: Job, captured: Job | None, measured: Steps, rules: RuleSet, tolerance: float) -> _Judged:
+    """Every complete step against the releases that come into question; without such a step, none could be tried."""
+    if not measured:
+        return _Judged((), measured, "none could be tried", (), ())
+    present = sorted({rank for rank, _ in measured})
+    _check_ranks(job, present)
+    seen = places.phases_seen(run)
+    recorded = _in_window(job, seen)
+    tried = _expect(recorded, present, rules)
+    megatron = _megatron_rows(recorded, present, rules)
+    outcomes = [(words, _compare(measured, e, megatron, seen, job.layout, tolerance)) for words, e in tried]
+    # the newest of those that leave the least open
+    best = min(reversed(outcomes), key=lambda outcome: outcome[1].open)[1]
+    _settle(run, best.measured)
+    return _Judged(
+        cells=tuple(_explain(_order(best.cells), causes.Facts(job, captured, rules, megatron))),
+        measured=best.measured,
+        version=", ".join(words for words, outcome in outcomes if outcome.open == best.open),
+        versions_tried=tuple(words for words, _ in tried),
+        left_out=best.left_out,
     )
 
 
@@ -199,7 +205,7 @@ def _job_of(run: Run, key: str) -> Job | None:
 
 def _in_the_runs_world(run: Run, job: Job) -> tuple[Job, int | None, list[JobConflict]]:
     """The job with the run's world size where it states none, the world size, and where the two contradict."""
-    recorded = run.value("SELECT max(world_size) FROM rank")
+    recorded = run.world_size
     if recorded is None or job.world_size in (None, recorded):
         return attribute.in_world_of(run, job), recorded or job.world_size, []
     sentence = f"world_size: the job says {job.world_size}, the run recorded {recorded} (the diff uses the job's)"

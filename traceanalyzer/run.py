@@ -10,6 +10,7 @@ import glob
 import json
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -141,6 +142,12 @@ class Run:
         ``which`` is schema.META_JOB_CAPTURED or schema.META_JOB_INTENDED.
         """
         return self.metadata.get(which)
+
+    @cached_property
+    def world_size(self) -> int | None:
+        """Ranks in the job, as recorded; None if no source says."""
+        found = self.value("SELECT max(world_size) FROM rank")
+        return None if found is None else int(found)
 
     @property
     def import_status(self) -> str | None:

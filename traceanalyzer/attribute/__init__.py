@@ -64,8 +64,9 @@ class Attribution:
 
 def in_world_of(run: Run, job: Job) -> Job:
     """The job with the run's world size where it states none."""
-    recorded = run.value("SELECT max(world_size) FROM rank") if job.world_size is None else None
-    return job if recorded is None else replace(job, world_size=int(recorded))
+    if job.world_size is not None or run.world_size is None:
+        return job
+    return replace(job, world_size=run.world_size)
 
 
 def attach(run: Run, job: Job | None) -> Attribution:
