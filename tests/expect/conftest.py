@@ -181,8 +181,15 @@ class Recording:
                 "moe_router_topk": args["topk"],
                 "moe_token_dispatcher_type": args["dispatcher"],
                 "moe_aux_loss_coeff": args["aux"],
+                "moe_router_load_balancing_type": "aux_loss" if args["aux"] else "none",
                 "moe_layer_freq": tuple(int(layer % every == every - 1) for layer in range(args["layers"])),
             }
+            if args["drop_pad"]:
+                options |= {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+        if args["cp_attn"].startswith("te_"):
+            options["cp_comm_type"] = (args["cp_attn"].removeprefix("te_"),)
+        if args.get("fsdp") == "megatron":
+            options["data_parallel_sharding_strategy"] = "optim_grads_params"
         if args["recompute"] == "full":
             options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif args["recompute"]:
@@ -218,6 +225,10 @@ class Recording:
             bf16=not args["fp32"],
             grad_reduce_in_bf16=not args["grad_fp32"],
             use_distributed_optimizer=bool(args["dist_opt"]),
+            overlap_grad_reduce=args["overlap_grad"],
+            overlap_param_gather=args["overlap_param"],
+            overlap_p2p_comm=args["overlap_p2p"],
+            ddp_bucket_size=args["bucket"] or None,
             cross_entropy_loss_fusion=args["fused_ce"],
             calculate_per_token_loss=args["per_token_loss"],
             use_megatron_fsdp=args.get("fsdp") == "megatron",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,15 +33,9 @@ def _unknown(job: Job, rank: int = 0) -> dict[str, tuple[str, ...]]:
     return {entry.what: entry.roles for entry in entries if {"dp", *ROLES} & set(entry.roles)}
 
 
-def _recorded_job(recording: Any) -> Job:
-    args = json.loads(recording.path.with_name(f"{recording.name}.json").read_text(encoding="utf-8"))["args"]
-    job: Job = recording.job
-    return replace(job, overlap_grad_reduce=args["overlap_grad"], ddp_bucket_size=args["bucket"] or None)
-
-
 def test_recorded_traffic(recording: Any) -> None:
     """Every call of a step on both groups, of every rank; where there is no rule yet, that is said and nothing expected."""
-    job = _recorded_job(recording)
+    job = recording.job
     options = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2", "overlap_grad_reduce")
     without_rule = {name for name in options if getattr(job, name)}
     for rank in recording.ranks:

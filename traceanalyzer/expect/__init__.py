@@ -14,9 +14,13 @@ from functools import lru_cache
 from traceanalyzer.errors import JobError
 from traceanalyzer.expect import batch, control, data, document, tensor, versions
 from traceanalyzer.expect.model import RULE_SETS, Expectation, NotModelled, RuleSet
+from traceanalyzer.expect.place import Place
 from traceanalyzer.job import Job
 
 __all__ = ["Variant", "expectations", "expected"]
+
+
+CHAPTERS = (batch.CHAPTER,)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,11 @@ def _of_stage(job: Job, stage: int, rules: RuleSet, release: versions.Release, v
     missing = tuple(_chapters_without_rules(job, rules))
     if rules == "document":
         return Expectation(rules, rank, tuple(document.calls(job, rank)), missing, version)
-    calls = [row for chapter in (batch, tensor, data, control) for row in chapter.calls(job, rank, release)]
+    place = Place(job, stage, release)
+    calls = [row for chapter in CHAPTERS for row in chapter.calls(place)]
+    calls += [row for chapter in (tensor, data, control) for row in chapter.calls(job, rank, release)]
     unknown = [
-        *batch.not_modelled(job, rank, release),
+        *(gap for chapter in CHAPTERS for gap in chapter.not_modelled(place)),
         *tensor.not_modelled(job, rank, release),
         *data.not_modelled(job, rank, release),
         *control.not_modelled(job, release),

@@ -38,12 +38,29 @@ class Avoidable:
 
 
 @dataclass(frozen=True)
+class Varies:
+    """Sizes that depend on where the router sends tokens; the call's elements are then what balanced routing gives.
+
+    width: elements of a row. sent, received: the rows of this rank's input and output that vary, None for a side that is
+    exact: "routed" (own rows, T*k: exact unless capacity drops some), "arrived" (rows that came over the expert-parallel
+    group), "gathered" (those of the whole expert tensor-parallel group).
+    """
+
+    width: int
+    sent: str | None = None
+    received: str | None = None
+
+
+@dataclass(frozen=True)
 class ExpectedCall:
     """Calls of one kind that one rank makes in one step.
 
     ``in_elems`` and ``out_elems`` are this rank's elements as a profiler shows them; ``payload_bytes`` and
     ``off_rank_bytes`` follow from them (traffic.py). ``calls`` is per rank and step. ``formula`` maps the words of
-    ``--explain`` to a line each, with symbols and numbers.
+    ``--explain`` to a line each, with symbols and numbers. ``varies``: sizes depend on data. ``transport``: what carries
+    the bytes if torch.distributed does not ("userbuffers", "deepep"), else "". ``off_rank``: bytes of one call that leave
+    the rank, where operation and group size do not say it. ``peer``: for send and recv, "next" or "previous" stage or
+    rank of the ring. ``document``: the errata entry or section because of which the document's model lacks the call.
     """
 
     rule: str
@@ -61,6 +78,16 @@ class ExpectedCall:
     avoidable: Avoidable | None = None
     versions: str = ""
     formula: Mapping[str, str] = field(default_factory=dict)
+    varies: Varies | None = None
+    transport: str = ""
+    off_rank: Fraction | None = None
+    peer: str = ""
+    document: str = ""
+
+    @property
+    def outside_c10d(self) -> bool:
+        """Whether no torch.distributed call makes this traffic, so that only kernels can show it."""
+        return self.transport != ""
 
     @property
     def payload_bytes(self) -> int:
@@ -73,6 +100,8 @@ class ExpectedCall:
     @property
     def off_rank_bytes(self) -> Fraction:
         """Bytes that leave the rank in one call, ring-equivalent."""
+        if self.off_rank is not None:
+            return self.off_rank
         return Fraction(self.payload_bytes) * traffic.off_rank_factor(self.op, self.group_size)
 
 

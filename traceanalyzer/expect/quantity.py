@@ -56,11 +56,16 @@ def call(
     avoid: tuple[str, str] | None = None,
     versions: str = "",
     note: str = "",
+    off_rank: Fraction | None = None,
+    transport: str = "",
+    peer: str = "",
+    document: str = "",
 ) -> ExpectedCall:
     """An ExpectedCall with its formula.
 
     sent, received: this rank's input and output elements; received None means the same. calls: per rank and step.
-    avoid: cause code and setting, for a call whose off-rank bytes need not be sent at all.
+    avoid: cause code and setting, for a call whose off-rank bytes need not be sent at all. off_rank, transport, peer,
+    document: as in ExpectedCall.
     """
     received = received or sent
     row = ExpectedCall(
@@ -77,17 +82,23 @@ def call(
         evidence=evidence,
         stage=stage,
         versions=versions,
+        off_rank=off_rank,
+        transport=transport,
+        peer=peer,
+        document=document,
     )
-    off_rank = row.off_rank_bytes
+    leaving = row.off_rank_bytes
     formula = {"in": f"{sent} elements = {_size(sent.value, dtype)}"}
     if received is not sent:
         formula["out"] = f"{received} elements = {_size(received.value, dtype)}"
-    formula["off-rank"] = f"{_factor(op, group_size)} = {human_bytes(off_rank)}"
+    formula["off-rank"] = f"{_factor(op, group_size) if off_rank is None else 'expected'} = {human_bytes(leaving)}"
     formula["calls"] = f"{calls} per step"
     if note:
         formula["why"] = note
     formula["source"] = f"{evidence.kind}: {evidence.where}"
-    waste = Avoidable(bytes_per_call=int(off_rank), code=avoid[0], setting=avoid[1]) if avoid and off_rank else None
+    if transport:
+        formula["transport"] = f"{transport}, no call of torch.distributed"
+    waste = Avoidable(bytes_per_call=int(leaving), code=avoid[0], setting=avoid[1]) if avoid and leaving else None
     return replace(row, formula=formula, avoidable=waste)
 
 
