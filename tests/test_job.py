@@ -604,7 +604,15 @@ def test_require() -> None:
         ({}, {"order": "tp-cp-ep-dp-pp", "activation_dtype": "float32", "main_grad_dtype": "float32"}),
         ({"bf16": True}, {"activation_dtype": "bfloat16", "main_grad_dtype": "float32"}),
         ({"bf16": True, "grad_reduce_in_bf16": True}, {"main_grad_dtype": "bfloat16"}),
-        ({"bf16": True, "main_grads_dtype": "bf16"}, {"main_grad_dtype": "bfloat16", "main_grads_dtype": "bfloat16"}),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "use_distributed_optimizer": True,
+                "bf16": True,
+                "main_grads_dtype": "bf16",
+            },
+            {"main_grad_dtype": "bfloat16", "main_grads_dtype": "bfloat16"},
+        ),
         ({"fp16": True}, {"activation_dtype": "float16", "main_grad_dtype": "float16"}),
         ({"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, {"main_grad_dtype": "float32"}),
         ({"params_dtype": "torch.bfloat16"}, {"bf16": True, "params_dtype": "bfloat16"}),
@@ -631,6 +639,7 @@ def test_the_documents_job_as_megatron_folds_it() -> None:
         "micro_batch_size": 2,
         "moe_layer_freq": 4,
         "bf16": True,
+        "sequence_parallel": True,
     }
     job = Job(**sizes, num_microbatches=8)
     assert job.data_parallel_size == 32
@@ -638,13 +647,13 @@ def test_the_documents_job_as_megatron_folds_it() -> None:
     assert job.layout.expert_equation == "1024 = ETP 4 x EP 8 x PP 4 x EDP 8"
     assert [sum(map(job.is_moe_layer, job.layers_on_stage(stage))) for stage in range(4)] == [5, 5, 5, 5]
     product = Job(**sizes, num_microbatches=8, grid="product", order="tp-pp-cp-ep-dp")
-    assert product.data_parallel_size == 4
+    assert (product.data_parallel_size, product.layout.dp) == (32, 4)
     assert product.layout.group_of("pp", 0) == (0, 4, 8, 12)
     assert message(parse_mapping, {**sizes, "dp": 4}) == (
         "world_size=1024, but TP 4 x CP 2 x PP 4 x DP 4 = 128; Megatron folds EP into these, it does not multiply it in"
     )
     assert parse_mapping({**sizes, "dp": 32}).world_size == 1024
-    assert parse_mapping({**sizes, "dp": 4, "grid": "product"}).data_parallel_size == 4
+    assert parse_mapping({**sizes, "dp": 4, "grid": "product"}).layout.dp == 4
     assert message(Job, **{**sizes, "world_size": 1000}) == (
         "world_size 1000 is no multiple of TP 4 x CP 2 x PP 4 = 32 (1000 / 32 = 31.25): DP would not be whole"
     )
@@ -846,15 +855,15 @@ REFUSED = [
         "recompute_granularity='full' without recompute_method: give 'uniform' or 'block'",
     ),
     (
-        {"recompute_granularity": "selective", "recompute_method": "block"},
+        {"recompute_granularity": "selective", "recompute_method": "block", "framework": "megatron-lm"},
         "recompute_method='block' has no meaning with recompute_granularity='selective'",
     ),
     (
-        {"tp_comm_overlap": True, "sequence_parallel": True},
+        {"tp_comm_overlap": True, "sequence_parallel": True, "framework": "megatron-lm"},
         "tp_comm_overlap=True needs sequence_parallel=True and tensor_model_parallel_size > 1",
     ),
     (
-        {"overlap_param_gather": True},
+        {"overlap_param_gather": True, "framework": "megatron-lm"},
         "overlap_param_gather=True needs use_distributed_optimizer or use_megatron_fsdp",
     ),
 ]
@@ -944,6 +953,12 @@ OTHER_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "num_attention_heads": (0, None),
     "recompute_modules": (None, ("core_attn",)),
     "cp_comm_type": (None, ("p2p",)),
+    "gradient_accumulation_fusion": (False, True),
+    "batch_p2p_comm": (True, None),
+    "cuda_graph_scope": ("full", ()),
+    "offload_modules": ([], ()),
+    "moe_deepep_num_sms": (20, None),
+    "moe_hybridep_num_sms": (16, None),
 }
 
 
@@ -962,7 +977,7 @@ def test_defaults_are_megatrons() -> None:
                 pair = OTHER_DEFAULTS.get(one.name, (default, default))
                 assert (default, ours[one.name]) == pair, one.name
                 compared += 1
-    assert compared > 75
+    assert compared > 110
 
 
 @pytest.mark.megatron
@@ -1018,7 +1033,10 @@ def test_pipeline_layouts_are_read_as_megatron_reads_them(text: str) -> None:
         if pp == 1 and stages > 1:
             continue
         job = Job(
-            num_layers=sum(map(sum, counts)), pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=text
+            num_layers=sum(map(sum, counts)),
+            pipeline_model_parallel_size=pp,
+            pipeline_model_parallel_layout=text,
+            mtp_num_layers=text.count("m") or None,
         )
         ours = [[len(job.layers_on_stage(stage, chunk)) for chunk in range(stages // pp)] for stage in range(pp)]
         assert ours == counts

@@ -36,8 +36,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 
-from traceanalyzer import axes, traffic
+from traceanalyzer import axes, job_rules, traffic
 from traceanalyzer.errors import InputError, JobError
+from traceanalyzer.job_rules import ratio
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
@@ -50,6 +51,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "outer_dp_sharding_strategy": ("no_shard", "optim"),
     "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "moe_token_drop_policy": ("probs", "position"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+    "cuda_graph_impl": ("none", "local", "transformer_engine", "full_iteration"),
     "grid": ("megatron", "product"),
 }
 """Fields whose value decides which calls are made: any other value is a mistake, not a variant."""
@@ -82,6 +87,15 @@ _POSITIVE: tuple[str, ...] = (
     "moe_ffn_hidden_size",
     "num_distributed_optimizer_instances",
     "ddp_bucket_size",
+    "ddp_num_buckets",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "max_seqlen_per_dp_cp_rank",
+    "suggested_communication_unit_size",
 )
 
 _MOST_LAYERS = 100_000
@@ -100,8 +114,22 @@ _FACTS: frozenset[str] = frozenset(
         "global_batch_size",
         "num_microbatches",
         "megatron_core_version",
+        "transformer_engine_version",
+        "torch_version",
+        "nvte_batch_mha_p2p_comm",
     }
 )
+
+_DTYPES: tuple[str, ...] = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+)
+"""Fields that hold an element type, kept as torch names it."""
 
 # A field that is also stated when all fields of one of these sets are.
 _IMPLIED: dict[str, tuple[frozenset[str], ...]] = {
@@ -114,10 +142,6 @@ _IMPLIED: dict[str, tuple[frozenset[str], ...]] = {
     "global_batch_size": (frozenset({"num_microbatches", "micro_batch_size", "world_size"}),),
     "padded_vocab_size": (frozenset({"vocab_size"}),),
 }
-
-
-def _ratio(dividend: int, divisor: int) -> str:
-    return f"{dividend} / {divisor} = {dividend / divisor:.6g}"
 
 
 class Conflict(NamedTuple):
@@ -136,7 +160,11 @@ class Job:
     the same library. ``forward_only``: no backward pass, no optimizer. ``grid``: see axes.Layout.
 
     Sizes are counts: layers, elements, tokens, ranks. ``given`` names the fields that the source stated, as opposed to
-    defaults and derived values; ``extra`` keeps what the source said beyond these fields (do not change it).
+    defaults and derived values; ``extra`` keeps what the source said beyond these fields (do not change it). A name in
+    ``extra`` that is a field counts as that field, unless the field is set: an older program may have stored it there.
+
+    Options that a release does not have yet keep their default, which then means nothing. ``moe_hybridep_num_sms`` and
+    ``moe_deepep_num_sms``: None is the release's own number.
 
     Derived where not stated: ``ffn_hidden_size`` (4 h, with swiglu int(8 h / 3 / 64) x 64), ``kv_channels`` (h /
     heads), ``num_query_groups`` (heads, unless ``group_query_attention``), ``moe_ffn_hidden_size`` (ffn_hidden_size),
@@ -144,15 +172,19 @@ class Job:
     ``expert_tensor_parallel_size`` (TP), ``virtual_pipeline_model_parallel_size``, ``order``, ``params_dtype``,
     ``num_microbatches`` and ``global_batch_size`` from each other (neither stated: one micro-batch, as
     Megatron's ``validate_args`` has it), ``rerun_mode`` (None while the version is unknown: the default
-    changed in 0.14). Set as Megatron sets them: ``sequence_parallel`` off at TP 1, ``overlap_p2p_comm`` and
-    ``align_param_gather`` off without interleaving, ``add_qkv_bias`` on with ``add_bias_linear``,
-    ``accumulate_allreduce_grads_in_fp32`` on for bf16 unless ``grad_reduce_in_bf16``.
+    changed in 0.14), ``batch_p2p_comm`` (the opposite of ``overlap_p2p_comm``). Set as Megatron sets them:
+    ``sequence_parallel`` off at TP 1, ``overlap_p2p_comm`` and ``align_param_gather`` off without interleaving,
+    ``add_qkv_bias`` on with ``add_bias_linear``,
+    ``accumulate_allreduce_grads_in_fp32`` on for bf16 unless ``grad_reduce_in_bf16``, ``cuda_graph_impl`` from the
+    older ``enable_cuda_graph`` and ``external_cuda_graph``, ``cuda_graph_scope`` "full" as empty (both: whole layers).
 
-    Raises JobError, naming field, value and rule with its numbers.
+    Raises JobError, naming field, value and rule with its numbers; job_rules.py holds what Megatron refuses.
     """
 
     framework: str = "megatron-core"
     megatron_core_version: str | None = None
+    transformer_engine_version: str | None = None
+    torch_version: str | None = None
     forward_only: bool = False
 
     # Grid.
@@ -170,6 +202,8 @@ class Job:
     cp_comm_type: tuple[str, ...] = ("p2p",)
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     hybrid_context_parallel: bool = False
+    # Tokens of a packed sample that one rank takes at most; only with hybrid_context_parallel.
+    max_seqlen_per_dp_cp_rank: int | None = None
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     use_tp_pp_dp_mapping: bool = False
@@ -181,12 +215,18 @@ class Job:
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     num_microbatches: int | None = None
+    # Samples: start, increment; and samples over which the batch grows to global_batch_size.
     rampup_batch_size: tuple[int, ...] = ()
+    # Rounds the batch down to a multiple of micro_batch_size x DP instead of stopping.
+    decrease_batch_size_if_needed: bool = False
     seq_length: int | None = None
     decoder_seq_length: int | None = None
     variable_seq_lengths: bool = False
     create_attention_mask_in_dataloader: bool = True
     sft: bool = False
+    dataloader_type: str | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
     # Model.
     num_layers: int | None = None
@@ -201,6 +241,13 @@ class Job:
     add_qkv_bias: bool = False
     normalization: str = "LayerNorm"
     qk_layernorm: bool = False
+    qk_clip: bool = False
+    attention_output_gate: bool = False
+    softmax_type: str = "vanilla"
+    experimental_attention_variant: str | None = None
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    fp32_residual_connection: bool = False
     position_embedding_type: str = "learned_absolute"
     max_position_embeddings: int | None = None
     tokenizer_type: str | None = None
@@ -219,6 +266,7 @@ class Job:
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    # E embedding, t decoder layer, m multi-token prediction layer, L loss, | between stages; chunk by chunk.
     pipeline_model_parallel_layout: str | None = None
     transformer_impl: str = "transformer_engine"
 
@@ -231,23 +279,47 @@ class Job:
     moe_flex_dispatcher_backend: str = "deepep"
     moe_enable_deepep: bool = False
     moe_router_dtype: str | None = None
+    moe_router_score_function: str = "softmax"
+    # Group-limited routing: experts are in num_groups groups, a token goes to at most group_topk of them.
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_padding_for_fp8: bool = False
+    moe_router_padding_for_quantization: bool = False
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
+    moe_z_loss_coeff: float | None = None
+    # Tokens an expert takes at most, as a multiple of the even share; None or negative: no token is dropped.
     moe_expert_capacity_factor: float | None = None
+    # Rows a rank's receive buffer holds, as a multiple of the even share (from 0.18).
+    moe_expert_rank_capacity_factor: float | None = None
     moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: str = "probs"
+    moe_grouped_gemm: bool = False
+    moe_use_legacy_grouped_gemm: bool = False
+    moe_deepep_num_sms: int | None = None
+    moe_hybridep_num_sms: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_overlap: bool = False
     moe_shared_expert_gate: bool = False
     moe_router_enable_expert_bias: bool = False
     moe_latent_size: int | None = None
     overlap_moe_expert_parallel_comm: bool = False
+    ep_overlap_early_attn_memory_release: bool = False
+    # Weight gradients in a pass of their own, under the expert communication of another micro-batch.
+    delay_wgrad_compute: bool = False
 
-    # Recompute.
+    # Recompute and offload.
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    # The older name of recomputing "moe".
+    moe_layer_recompute: bool = False
     distribute_saved_activations: bool = False
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int = 0
+    fine_grained_activation_offloading: bool = False
+    offload_modules: tuple[str, ...] = ()
 
     # Precision.
     bf16: bool = False
@@ -260,7 +332,33 @@ class Job:
     fp8_recipe: str = "delayed"
     fp8_param_gather: bool = False
     fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_wgrad: bool = True
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    # Reduces fp8 maxima over TP only, not over TP x DP x CP.
+    tp_only_amax_red: bool = False
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
     fp4: str | None = None
+    fp4_recipe: str = "nvfp4"
+    fp4_param: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+    # Optimizer.
+    optimizer: str = "adam"
+    # 0: gradients are not clipped, and their norm is not computed for it.
+    clip_grad: float = 1.0
+    use_precision_aware_optimizer: bool = False
+    main_params_dtype: str = "float32"
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
+    # Keeps the 16 bits of a float32 main parameter that the bfloat16 one lacks.
+    store_param_remainders: bool = True
+    optimizer_cpu_offload: bool = False
+    # Share of the optimizer state, 0 to 1; only with optimizer_cpu_offload.
+    optimizer_offload_fraction: float = 1.0
 
     # Data parallel.
     use_distributed_optimizer: bool = False
@@ -274,9 +372,26 @@ class Job:
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     ddp_average_in_collective: bool = False
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    gradient_accumulation_fusion: bool = True
+    gradient_reduce_div_fusion: bool = True
+    # Communication buffers registered with NCCL (from 0.13).
+    nccl_ub: bool = False
+    disable_symmetric_registration: bool = False
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     outer_dp_sharding_strategy: str = "no_shard"
+    enable_full_sharding_in_hsdp: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_manual_registration: bool = False
+    # Elements that FSDP communicates at once.
+    suggested_communication_unit_size: int | None = None
+    keep_fp8_transpose_cache: bool = False
+    preserve_fp32_weights: bool = True
+    # From 0.17; "auto": the parameter's or the main gradient's own type.
+    megatron_fsdp_main_params_dtype: str = "float32"
+    megatron_fsdp_main_grads_dtype: str = "auto"
+    megatron_fsdp_grad_comm_dtype: str = "auto"
     use_torch_fsdp2: bool = False
     torch_fsdp2_reshard_after_forward: bool = True
 
@@ -289,13 +404,35 @@ class Job:
     tp_comm_bulk_wgrad: bool = True
     tp_comm_overlap_disable_qkv: bool = False
     tp_comm_overlap_disable_fc1: bool = False
+    tp_comm_split_ag: bool = True
+    tp_comm_split_rs: bool = True
+    tp_comm_atomic_ag: bool = False
+    tp_comm_atomic_rs: bool = False
+    # The file that sets userbuffer methods by layer.
+    tp_comm_overlap_cfg: str | None = None
+    tp_comm_bootstrap_backend: str = "nccl"
+    # All-reduces over symmetric memory, without NCCL: two_shot, one_shot or multimem_all_reduce.
+    symmetric_ar_type: str | None = None
     async_tensor_model_parallel_allreduce: bool = True
     overlap_p2p_comm: bool = True
+    overlap_p2p_comm_warmup_flush: bool = False
+    batch_p2p_comm: bool | None = None
+    # Transformer Engine's environment variable NVTE_BATCH_MHA_P2P_COMM; None: not known.
+    nvte_batch_mha_p2p_comm: bool | None = None
     pipeline_model_parallel_comm_backend: str | None = None
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
     defer_embedding_wgrad_compute: bool = False
+    # Micro-batches whose embedding weight gradient waits for the pipeline flush; 0: all of them.
+    wgrad_deferral_limit: int = 0
     calculate_per_token_loss: bool = False
+
+    # CUDA graphs. Up to 0.14: enable_ and external_cuda_graph; from 0.18 modules replace the scope.
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    cuda_graph_impl: str = "none"
+    cuda_graph_scope: tuple[str, ...] = ()
+    cuda_graph_modules: tuple[str, ...] = ()
 
     # Control.
     rerun_mode: str | None = None
@@ -312,14 +449,27 @@ class Job:
     # -- derive and check --------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
+        self._read_extra()
         if self.num_experts == 0:
             self._set("num_experts", None)
+        # A size of the batch that was only assumed must not make a job impossible.
+        batch_known = (
+            self.framework == "megatron-lm" or self.global_batch_size is not None or self.num_microbatches is not None
+        )
         self._check_values()
         self._derive_precision()
+        self._derive_graphs()
         self._derive_model()
         self._derive_layout()
         self._derive_batch()
-        self._check_flags()
+        self._derive_control()
+        job_rules.check(self, batch_known=batch_known)
+
+    def _read_extra(self) -> None:
+        found = {name for name in self.extra if name in _FIELDS and getattr(self, name) == _DEFAULTS[name]}
+        for name in found:
+            self._set(name, _coerce(name, self.extra[name]))
+        self._set("given", self.given | found)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -350,11 +500,20 @@ class Job:
         if stated not in (None, derived):
             raise JobError(f"params_dtype={stated} with bf16={self.bf16}, fp16={self.fp16}: these give {derived}")
         self._set("params_dtype", derived)
-        self._set("main_grads_dtype", traffic.normalise_dtype(self.main_grads_dtype))
+        for name in _DTYPES:
+            # Megatron's word fp8 is stored as bytes (arguments.py: dtype_map).
+            self._set(name, traffic.normalise_dtype(getattr(self, name).replace("fp8", "uint8")))
         if self.bf16 and self.grad_reduce_in_bf16:
             self._set("accumulate_allreduce_grads_in_fp32", False)
         elif self.bf16 and self.main_grads_dtype == "float32":
             self._set("accumulate_allreduce_grads_in_fp32", True)
+
+    def _derive_graphs(self) -> None:
+        for name in ("cuda_graph_scope", "cuda_graph_modules"):
+            parts = tuple(part.strip() for item in getattr(self, name) for part in item.split(","))
+            self._set(name, () if parts == ("full",) else parts)
+        if self.cuda_graph_impl == "none" and self.enable_cuda_graph != self.external_cuda_graph:
+            self._set("cuda_graph_impl", "local" if self.enable_cuda_graph else "transformer_engine")
 
     def _derive_model(self) -> None:
         hidden, heads, tp = self.hidden_size, self.num_attention_heads, self.tensor_model_parallel_size
@@ -380,7 +539,7 @@ class Job:
             if groups % tp and tp % groups:
                 raise JobError(
                     f"num_query_groups={groups} is neither a multiple nor a divisor of tensor_model_parallel_size={tp} "
-                    f"({_ratio(groups, tp)})"
+                    f"({ratio(groups, tp)})"
                 )
         if self.padded_vocab_size is None and self.vocab_size is not None:
             size = self.vocab_size + (self.tokenizer_type == "NullTokenizer")
@@ -397,7 +556,7 @@ class Job:
     def _divides(self, divisor_name: str, name: str) -> None:
         divisor, value = getattr(self, divisor_name), getattr(self, name)
         if divisor is not None and value is not None and value % divisor:
-            raise JobError(f"{divisor_name}={divisor} does not divide {name}={value} ({_ratio(value, divisor)})")
+            raise JobError(f"{divisor_name}={divisor} does not divide {name}={value} ({ratio(value, divisor)})")
 
     def _derive_layout(self) -> None:
         if self.order is None:
@@ -412,6 +571,8 @@ class Job:
         if self.virtual_pipeline_model_parallel_size is None:
             self._set("overlap_p2p_comm", False)
             self._set("align_param_gather", False)
+        if self.batch_p2p_comm is None or self.framework == "megatron-lm":
+            self._set("batch_p2p_comm", not self.overlap_p2p_comm)
         if self.num_experts is not None:
             self._divides("expert_model_parallel_size", "num_experts")
         elif self.expert_model_parallel_size > 1:
@@ -438,7 +599,7 @@ class Job:
             if stages % pp:
                 raise JobError(
                     f"pipeline_model_parallel_layout={self.pipeline_model_parallel_layout!r} has {stages} stages, no "
-                    f"multiple of pipeline_model_parallel_size={pp} ({_ratio(stages, pp)})"
+                    f"multiple of pipeline_model_parallel_size={pp} ({ratio(stages, pp)})"
                 )
             chunks = stages // pp
         elif self.num_virtual_stages_per_pipeline_rank is not None:
@@ -450,7 +611,7 @@ class Job:
             if layers % (pp * per_chunk):
                 raise JobError(
                     f"num_layers_per_virtual_pipeline_stage={per_chunk} x pipeline_model_parallel_size={pp} does not "
-                    f"divide {layers} layers ({_ratio(layers, pp * per_chunk)})"
+                    f"divide {layers} layers ({ratio(layers, pp * per_chunk)})"
                 )
             chunks = layers // (pp * per_chunk)
         stated = self.virtual_pipeline_model_parallel_size
@@ -467,12 +628,12 @@ class Job:
             if cp > 1 and self.seq_length % (2 * cp):
                 raise JobError(
                     f"seq_length={self.seq_length} is no multiple of 2 x context_parallel_size={cp} "
-                    f"({_ratio(self.seq_length, 2 * cp)})"
+                    f"({ratio(self.seq_length, 2 * cp)})"
                 )
             if self.sequence_parallel and self.seq_length % (cp * tp):
                 raise JobError(
                     f"sequence_parallel: seq_length={self.seq_length} is no multiple of context_parallel_size={cp} x "
-                    f"tensor_model_parallel_size={tp} = {cp * tp} ({_ratio(self.seq_length, cp * tp)})"
+                    f"tensor_model_parallel_size={tp} = {cp * tp} ({ratio(self.seq_length, cp * tp)})"
                 )
         if self.world_size is None or self.micro_batch_size is None:
             return
@@ -487,28 +648,21 @@ class Job:
         if total is None:
             return
         self._set("global_batch_size", total)
+        if self.decrease_batch_size_if_needed and total >= part:
+            self._set("num_microbatches", total // part)
+            return
         if total % part:
-            raise JobError(f"global_batch_size={total} is no multiple of {sizes} ({_ratio(total, part)})")
+            raise JobError(f"global_batch_size={total} is no multiple of {sizes} ({ratio(total, part)})")
         if self.num_microbatches not in (None, total // part):
             raise JobError(
                 f"num_microbatches={self.num_microbatches}, but global_batch_size={total} / ({sizes}) = {total // part}"
             )
         self._set("num_microbatches", total // part)
 
-    def _check_flags(self) -> None:
-        if self.rerun_mode is None and self.megatron_core_version is not None:
-            numbers = [int(part) for part in re.findall(r"\d+", self.megatron_core_version)[:2]]
-            self._set("rerun_mode", "validate_results" if numbers >= [0, 14] else "disabled")
-        if self.recompute_granularity == "full" and self.recompute_method is None:
-            raise JobError("recompute_granularity='full' without recompute_method: give 'uniform' or 'block'")
-        if self.recompute_granularity == "selective" and self.recompute_method is not None:
-            raise JobError(
-                f"recompute_method={self.recompute_method!r} has no meaning with recompute_granularity='selective'"
-            )
-        if self.tp_comm_overlap and not self.sequence_parallel:
-            raise JobError("tp_comm_overlap=True needs sequence_parallel=True and tensor_model_parallel_size > 1")
-        if self.overlap_param_gather and not (self.use_distributed_optimizer or self.use_megatron_fsdp):
-            raise JobError("overlap_param_gather=True needs use_distributed_optimizer or use_megatron_fsdp")
+    def _derive_control(self) -> None:
+        release = job_rules.release(self.megatron_core_version)
+        if self.rerun_mode is None and release is not None:
+            self._set("rerun_mode", "validate_results" if release >= (0, 14) else "disabled")
 
     # -- ask ---------------------------------------------------------------------------------------------------------
 
@@ -563,9 +717,42 @@ class Job:
         return tuple(sorted(stages))
 
     @property
+    def layout_stages(self) -> tuple[str, ...] | None:
+        """``pipeline_model_parallel_layout`` as one string of E, t, m, L for each chunk and stage, in pipeline order.
+
+        The model chunk at index i is chunk i // PP of stage i % PP. None without a layout.
+        """
+        text = self.pipeline_model_parallel_layout
+        return None if text is None else tuple(_split_layout(text))
+
+    @property
+    def mtp_standalone(self) -> bool:
+        """Whether the layout puts multi-token prediction on a stage other than the last, away from the loss.
+
+        Source: pipeline_parallel_layer_layout.py: validate_layer_layout.
+        """
+        last = self.pipeline_model_parallel_size - 1
+        parts = self.layout_stages or ()
+        return any("m" in part and index % (last + 1) != last for index, part in enumerate(parts))
+
+    def mtp_layers_on_stage(self, stage: int, chunk: int | None = None) -> int:
+        """Number of multi-token prediction layers on a pipeline stage: in all its chunks, or in one.
+
+        Without a layout all are in the last chunk of the last stage (multi_token_prediction.py:
+        get_mtp_num_layers_to_build). Raises JobError for a stage or chunk that does not exist.
+        """
+        wanted = self._chunks(stage, chunk)
+        pp, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size or 1
+        parts = self.layout_stages
+        if parts is not None:
+            return sum(parts[one * pp + stage].count("m") for one in wanted)
+        return (self.mtp_num_layers or 0) if stage == pp - 1 and chunks - 1 in wanted else 0
+
+    @property
     def data_parallel_size(self) -> int:
-        """Data-parallel ranks, context parallelism not counted: world_size / (TP x CP x PP). Needs world_size."""
-        return self.layout.dp
+        """Ranks that hold different sequences: world_size / (TP x CP x PP), expert parallelism inside. Needs world_size."""
+        layout = self.layout
+        return layout.dp * (layout.ep if layout.grid == "product" else 1)
 
     @property
     def activation_dtype(self) -> str:
@@ -596,13 +783,15 @@ class Job:
         get_transformer_layer_offset. Raises JobError for a stage or chunk that does not exist.
         """
         self.require("num_layers")
+        return tuple(layer for one in self._chunks(stage, chunk) for layer in self._layers[one][stage])
+
+    def _chunks(self, stage: int, chunk: int | None) -> Sequence[int]:
         chunks = self.virtual_pipeline_model_parallel_size or 1
         if not 0 <= stage < self.pipeline_model_parallel_size:
             raise JobError(f"stage {stage}: the job has stages 0 to {self.pipeline_model_parallel_size - 1}")
         if chunk is not None and not 0 <= chunk < chunks:
             raise JobError(f"chunk {chunk}: the job has chunks 0 to {chunks - 1}")
-        wanted = range(chunks) if chunk is None else (chunk,)
-        return tuple(layer for one in wanted for layer in self._layers[one][stage])
+        return range(chunks) if chunk is None else (chunk,)
 
     @cached_property
     def _layers(self) -> tuple[tuple[range, ...], ...]:
@@ -641,14 +830,14 @@ class Job:
             if total % stages:
                 raise JobError(
                     f"pipeline_model_parallel_size={stages} does not divide {self._layers_text(layers)} "
-                    f"({_ratio(total, stages)})"
+                    f"({ratio(total, stages)})"
                 )
             per_stage = [total // stages] * stages
         for count in per_stage:
             if count % chunks:
                 raise JobError(
                     f"virtual_pipeline_model_parallel_size={chunks} does not divide the {count} layers of a stage "
-                    f"({_ratio(count, chunks)})"
+                    f"({ratio(count, chunks)})"
                 )
         table = [[count // chunks for count in per_stage] for _ in range(chunks)]
         table[0][0] -= self.account_for_embedding_in_pipeline_split
@@ -819,6 +1008,9 @@ def _guess(text: str) -> JsonValue:
         return text
 
 
+_ENUMERATION = re.compile(r"<\w+\.(\w+): [^<>]*>")
+
+
 def _coerce(name: str, value: object) -> Any:
     """``value`` in the type of field ``name``; text is read as Megatron prints or accepts it. Raises JobError."""
     kinds = _FIELDS[name]
@@ -827,7 +1019,8 @@ def _coerce(name: str, value: object) -> Any:
     listed = next((kind for kind in kinds if kind.startswith("tuple")), None)
     if listed is not None:
         item = listed.removeprefix("tuple[").removesuffix(", ...]")
-        content = value
+        # Lists of enumerations are printed as [<CudaGraphScope.attn: 2>].
+        content = value = _ENUMERATION.sub(r"'\1'", value) if isinstance(value, str) else value
         if isinstance(value, str) and ("[" in value or "(" in value or item != "str"):
             try:
                 content = _evaluate(value)
@@ -896,6 +1089,14 @@ _ALIASES: dict[str, str] = {
     "num_moe_experts": "num_experts",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "fp8_param": "fp8_param_gather",
+    # What users and release notes call them, and spellings that changed with releases.
+    "te_version": "transformer_engine_version",
+    "overlap_p2p_communication": "overlap_p2p_comm",
+    "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
+    "fp4_param_gather": "fp4_param",
+    "use_nccl_ub": "nccl_ub",
+    "NVTE_BATCH_MHA_P2P_COMM": "nvte_batch_mha_p2p_comm",
 }
 
 # Words that are no fields of Job and stand for one; see _translate.
@@ -919,6 +1120,9 @@ def _translate(stated: dict[str, Any]) -> None:
             raise JobError(f"dtype={dtype!r}: must be fp32, fp16 or bf16")
         for name, value in flags.items():
             stated.setdefault(name, value)
+    switch = str(stated.get("nvte_batch_mha_p2p_comm"))
+    if switch in ("0", "1"):  # as the environment spells it
+        stated["nvte_batch_mha_p2p_comm"] = switch == "1"
     if stated.pop("activation_func", None) == "swiglu":
         stated.setdefault("swiglu", True)
     if _scalar("recompute_activations", stated.pop("recompute_activations", False), "bool"):
@@ -1061,7 +1265,8 @@ def _printed_job(found: _Block | int) -> Job:
     block, padded = found
     stated: dict[str, Any] = {}
     extra: dict[str, JsonValue] = {}
-    for name, text in block.items():
+    for printed, text in block.items():
+        name = "fp4_param" if printed == "fp4_param_gather" else printed  # its name from 0.18
         if name in _FIELDS or name in _WORDS_FOR_FIELDS:
             if text != "None" or name not in _FACTS:
                 stated[name] = text
@@ -1083,6 +1288,10 @@ _OPTIONS: dict[str, tuple[str, object]] = {
     "use_rotary_position_embeddings": ("use_rotary_position_embeddings", True),
     "fp8_format": ("fp8", None),
     "fp4_format": ("fp4", None),
+    "fp4_param_gather": ("fp4_param", True),
+    "use_nccl_ub": ("nccl_ub", True),
+    "overlap_p2p_communication": ("overlap_p2p_comm", True),
+    "overlap_p2p_communication_warmup_flush": ("overlap_p2p_comm_warmup_flush", True),
     "microbatch_group_size_per_virtual_pipeline_stage": ("microbatch_group_size_per_vp_stage", None),
 }
 

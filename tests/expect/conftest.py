@@ -135,18 +135,21 @@ def _parameters(items: Iterable[tuple[str, Any]]) -> list[Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``recording``: every recorded configuration. ``claim``: every claim of the seed document's chapter 1."""
+    """``recording``: every recorded configuration. ``claim``: every claim of the seed document; ``claims``: all at once."""
     folder = _shared()
     if "recording" in metafunc.fixturenames:
         files = sorted((folder / "megatron_recorded").glob("*.csv.gz")) if folder else []
         recordings = [Recording(path) for path in files]
         metafunc.parametrize("recording", _parameters((recording.name, recording) for recording in recordings))
-    if "claim" in metafunc.fixturenames:
-        claims: list[dict[str, str]] = []
+    if {"claim", "claims"} & set(metafunc.fixturenames):
+        rows: list[dict[str, str]] = []
         if folder:
             with (folder / "seed" / "claims.csv").open(newline="", encoding="utf-8") as text:
-                claims = [row for row in csv.DictReader(text) if row["section"].split(".")[0] == "1"]
-        metafunc.parametrize("claim", _parameters((row["id"], row) for row in claims))
+                rows = list(csv.DictReader(text))
+        if "claim" in metafunc.fixturenames:
+            metafunc.parametrize("claim", _parameters((row["id"], row) for row in rows))
+        if "claims" in metafunc.fixturenames:
+            metafunc.parametrize("claims", _parameters([("all", rows)] if rows else []))
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,7 @@ class Recording:
             position_embedding_type="rope" if args["rope"] else "learned_absolute",
             padded_vocab_size=args["vocab"],
             untie_embeddings_and_output_weights=args["untie"],
+            transformer_impl="transformer_engine" if args["cp"] > 1 else "local",
             bf16=not args["fp32"],
             grad_reduce_in_bf16=not args["grad_fp32"],
             use_distributed_optimizer=bool(args["dist_opt"]),

@@ -62,10 +62,37 @@ def test_chunks_of_an_interleaved_pipeline(tiny: Callable[..., Job], version: st
         version,
         world_size=4,
         num_layers=4,
+        num_microbatches=4,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
     )
-    assert _broadcasts(job)["tokens"] == ("int64", TOKENS, 3 * chunks)
+    assert _broadcasts(job)["tokens"] == ("int64", TOKENS, 4 * chunks)
+
+
+@pytest.mark.parametrize(
+    ("version", "packing"), [("0.12.0", 0), ("0.15.0", 0), ("0.16.1", 6), ("0.17.0", 3), ("0.19.0", 0)]
+)
+def test_prediction_takes_tokens_on_the_last_stage(tiny: Callable[..., Job], version: str, packing: int) -> None:
+    """It embeds them again: up to 0.15 tokens and positions beside labels and mask, since 0.16 as with one stage."""
+    job = _job(tiny, version, world_size=4, pipeline_model_parallel_size=2, mtp_num_layers=1)
+    lengths = {"packing length": ("int64", 1, packing), "packing offsets": ("int32", 0, packing)} if packing else {}
+    assert _broadcasts(job, 2) == ALL | lengths
+    assert "labels" not in _broadcasts(job, 0)
+
+
+def test_prediction_on_a_stage_of_its_own_takes_everything(tiny: Callable[..., Job]) -> None:
+    options = {"world_size": 6, "pipeline_model_parallel_size": 3, "mtp_num_layers": 1}
+    job = _job(tiny, "0.17.0", **options, pipeline_model_parallel_layout="Ett|m|L")
+    assert set(ALL) < set(_broadcasts(job, 2))
+    assert set(_broadcasts(job, 4)) == {"labels", "loss mask", "attention mask"}
+
+
+@pytest.mark.parametrize(("version", "unknown"), [("0.15.0", []), ("0.16.1", ["data broadcast: packed samples"])])
+def test_lengths_of_packed_samples_are_data(tiny: Callable[..., Job], version: str, unknown: list[str]) -> None:
+    job = _job(tiny, version, sft=True, micro_batch_size=1)
+    assert _unknown(job) == unknown
+    assert "packing length" not in _broadcasts(job)
+    assert _broadcasts(job)["tokens"] == ("int64", 32, 3)
 
 
 def test_whole_sequence_before_context_parallelism(tiny: Callable[..., Job]) -> None:

@@ -90,6 +90,74 @@ def test_overflow_flag(tiny: Callable[..., Job], options: dict[str, Any], flags:
     assert {row.role: row.calls for row in found} == flags
 
 
+@pytest.mark.parametrize(
+    ("options", "zeros"),
+    [
+        ({}, {}),
+        ({"log_num_zeros_in_grad": True}, {"mp": 1}),
+        ({**EXPERTS, "log_num_zeros_in_grad": True}, {"mp": 1, "tp_ep_pp": 1}),
+        ({**EXPERTS, "use_distributed_optimizer": True, "log_num_zeros_in_grad": True}, {"dist_opt": 1}),
+        # megatron-core 0.12.3 on a fake process group: counted in any case where the optimizers share a group.
+        ({"megatron_core_version": "0.12.3"}, {"mp": 1}),
+        ({**EXPERTS, "megatron_core_version": "0.12.3"}, {}),
+        ({**EXPERTS, "use_distributed_optimizer": True, "megatron_core_version": "0.12.3"}, {"world": 1}),
+        ({"megatron_core_version": "0.13.1"}, {}),
+        ({"megatron_core_version": "0.11.0"}, {}),
+        (
+            {
+                **EXPERTS,
+                "use_distributed_optimizer": True,
+                "log_num_zeros_in_grad": True,
+                "megatron_core_version": "0.11.0",
+            },
+            {"world": 2},
+        ),
+    ],
+)
+def test_zero_count(tiny: Callable[..., Job], options: dict[str, Any], zeros: dict[str, int]) -> None:
+    found = [row for row in _scalars(tiny(**options)) if row.component == "zero count"]
+    assert {row.role: row.calls for row in found} == zeros
+    assert {(row.op, row.dtype, row.in_elems, row.phase) for row in found} <= {
+        ("all_reduce", "float32", 1, "optimizer")
+    }
+
+
+def test_one_optimizer_more_with_the_first_chunk_apart(tiny: Callable[..., Job]) -> None:
+    """megatron-core 0.16.1 on a fake process group, PP2 VPP2: three optimizers share one norm; each has a flag."""
+    job = tiny(
+        world_size=8,
+        num_layers=4,
+        num_microbatches=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        overlap_param_gather_with_optimizer_step=True,
+        loss_scale=1024.0,
+    )
+    assert _table(job) == {
+        "overflow flag": ("dist_opt", "float32", 1, 2),
+        "gradient norm": ("dist_opt", "float32", 1, 1),
+    }
+
+
+def test_norm_groups_are_looked_for_once_since_0_19(tiny: Callable[..., Job]) -> None:
+    """Real processes, megatron-core 0.19, EP2 with the distributed optimizer: a flag of each optimizer in the first step."""
+
+    def groups(**options: Any) -> dict[str, tuple[str, int, str]]:
+        job = tiny(**{**EXPERTS, "megatron_core_version": "0.19.0", **options})
+        rows = expect.expected(job, 0, first_step=True).calls
+        return {row.role: (row.dtype, row.calls, row.phase) for row in rows if row.component == "gradient norm groups"}
+
+    assert groups(use_distributed_optimizer=True) == {"dist_opt": ("int32", 2, "optimizer")}
+    assert groups() == {"mp": ("int32", 1, "optimizer"), "tp_ep_pp": ("int32", 1, "optimizer")}
+    assert groups(clip_grad=0.0) == {}
+    assert groups(megatron_core_version="0.18.0") == {}
+    later = expect.expected(tiny(megatron_core_version="0.19.0"), 0).calls
+    assert "gradient norm groups" not in {row.component for row in later}
+
+
 # -- Megatron-LM's training loop -------------------------------------------------------------------------------------
 
 
@@ -133,6 +201,7 @@ def test_loop_of_0_12(tiny: Callable[..., Job]) -> None:
         "loss over the sequence": ("cp", "float32", 2, 4),
         "loss average": ("dp", "float32", 2, 4),
         "gradient norm": ("mp", "float32", 1, 1),
+        "zero count": ("mp", "float32", 1, 1),
         "success of the step": ("mp", "int32", 1, 1),
         "gradient norm for the log": ("mp", "float32", 1, 1),
         "learning rate for the log": ("mp", "float32", 1, 1),
@@ -177,6 +246,26 @@ def test_unknown_framework_leaves_the_loop_unknown(tiny: Callable[..., Job]) -> 
     assert entry.phases == ("other",)  # the optimizer's norm on mp stays known
 
 
+def test_parameter_norm(tiny: Callable[..., Job]) -> None:
+    """Over DP x CP, over TP x PP, and over ETP x EP x PP where those are other ranks."""
+
+    def roles(**options: Any) -> dict[str, tuple[str, int, int, str]]:
+        rows = _scalars(_loop(tiny, "0.16.1", log_params_norm=True, **options), LAST)
+        found = [row for row in rows if row.component == "parameter norm"]
+        return {row.role: (row.dtype, row.in_elems, row.calls, row.phase) for row in found}
+
+    one = ("float32", 1, 1, "other")
+    assert roles() == {"dp_cp": one, "mp": one}
+    assert roles(num_experts=4, expert_model_parallel_size=2) == {"dp_cp": one, "mp": one, "tp_ep_pp": one}
+    assert roles(framework="megatron-core") == {}
+
+
+def test_zeros_for_the_log(tiny: Callable[..., Job]) -> None:
+    table = _table(_loop(tiny, "0.16.1", log_num_zeros_in_grad=True), LAST)
+    assert table["zeros for the log"] == table["zero count"] == ("mp", "float32", 1, 1)
+    assert "zeros for the log" not in _table(_loop(tiny, "0.16.1"), LAST)
+
+
 def test_token_count(tiny: Callable[..., Job]) -> None:
     job = _loop(tiny, "0.16.1", framework="megatron-core", calculate_per_token_loss=True)
     counts = {key: number for key, number in _counts(job).items() if key[2] == "int32"}
@@ -189,11 +278,12 @@ def test_token_count(tiny: Callable[..., Job]) -> None:
 @pytest.mark.parametrize(
     ("options", "what", "role"),
     [
-        ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad", "mp"),
-        ({"log_params_norm": True}, "log_params_norm", "mp"),
+        ({"log_params_norm": True, "megatron_core_version": "0.13.0"}, "log_params_norm", "mp"),
+        ({"log_params_norm": True, "use_megatron_fsdp": True}, "log_params_norm", "dp_cp"),
         ({"timing_log_level": 1}, "timing_log_level", "world"),
         ({"sft": True}, "sft: loss average", "dp_cp"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "overlap_param_gather_with_optimizer_step", "mp"),
+        ({"extra": {"mtp_detach_heads": True}}, "mtp_detach_heads", "mp"),
+        ({"extra": {"log_max_attention_logit": True}}, "log_max_attention_logit", "dp_cp"),
         ({"extra": {"optimizer": "dist_muon"}}, "optimizer dist_muon", "mp"),
         ({"extra": {"exit_duration_in_mins": 230}}, "exit_duration_in_mins", "world"),
         ({"extra": {"qk_clip": True}}, "qk_clip", "dp_cp"),

@@ -1,26 +1,48 @@
 """What a job should communicate: the analytical model, one module per chapter.
 
 ``expected`` gives everything one rank should send in one step; ``expectations`` the same for every release that cannot
-be ruled out, where the job does not say which it ran. Chapters: tensor (and batch, shapes), data (and parameters),
-control; document holds the seed document's rules. Nothing here sees a trace.
+be ruled out, where the job does not say which it ran; ``sheet`` what a whole job should. Rules are data (rules.py), written
+with symbols (place.py) in formulas (formula.py). Chapters of calls: batch, tensor, data (and buckets), sharded, control,
+pipeline, context, expert; document holds the seed document's rules. Beside them: schedule, memory, parameters. Nothing
+here sees a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from traceanalyzer.errors import JobError
-from traceanalyzer.expect import batch, control, data, document, tensor, versions
-from traceanalyzer.expect.model import RULE_SETS, Expectation, NotModelled, RuleSet
+from traceanalyzer.expect import (
+    batch,
+    context,
+    control,
+    data,
+    document,
+    expert,
+    graphs,
+    pipeline,
+    sharded,
+    tensor,
+    versions,
+)
+from traceanalyzer.expect.model import RULE_SETS, Expectation, RuleSet
 from traceanalyzer.expect.place import Place
 from traceanalyzer.job import Job
 
 __all__ = ["Variant", "expectations", "expected"]
 
 
-CHAPTERS = (batch.CHAPTER,)
+CHAPTERS = (
+    batch.CHAPTER,
+    tensor.CHAPTER,
+    data.CHAPTER,
+    control.CHAPTER,
+    pipeline.CHAPTER,
+    context.CHAPTER,
+    sharded.CHAPTER,
+    expert.CHAPTER,
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +53,23 @@ class Variant:
     expectation: Expectation
 
 
-def expected(job: Job, rank: int, *, rules: RuleSet = "megatron", version: str | None = None) -> Expectation:
+def expected(
+    job: Job, rank: int, *, rules: RuleSet = "megatron", version: str | None = None, first_step: bool = False
+) -> Expectation:
     """Everything that global ``rank`` should send in one step, and what the rule set cannot say.
 
     version: release of megatron-core, e.g. "0.16.1"; None takes the job's own or, if unknown, the newest known one
-    (use expectations to try all). Raises JobError for a rank outside the world, an unknown rule set, or a job that does
-    not say a size that is needed.
+    (use expectations to try all). first_step: the first step after start or evaluation, where overlapped traffic runs at
+    other places. Raises JobError for a rank outside the world, an unknown rule set, or a job that does not say a size
+    that is needed.
     """
     text = version or job.megatron_core_version
     release = versions.parse(text) if text else versions.KNOWN[-1]
-    return replace(_of_stage(job, job.layout.stage(rank), rules, release, text), rank=rank)
+    stage, cp = _place_of(job, rank)
+    return replace(_of_place(job, stage, cp, rules, release, text, first_step), rank=rank)
 
 
-def expectations(job: Job, rank: int, rules: RuleSet = "megatron") -> list[Variant]:
+def expectations(job: Job, rank: int, rules: RuleSet = "megatron", *, first_step: bool = False) -> list[Variant]:
     """The distinct expectations of the releases that come into question, oldest first.
 
     One if the job says its release or the rules do not depend on it; else one for each set of releases that make this
@@ -51,25 +77,31 @@ def expectations(job: Job, rank: int, rules: RuleSet = "megatron") -> list[Varia
     """
     if job.megatron_core_version is not None:
         release = versions.parse(job.megatron_core_version)
-        return [Variant(versions.label(release), expected(job, rank, rules=rules))]
+        return [Variant(versions.label(release), expected(job, rank, rules=rules, first_step=first_step))]
+    stage, cp = _place_of(job, rank)
     return [
         Variant(words, replace(found, rank=rank, version=words))
-        for words, found in _variants_of_stage(job, job.layout.stage(rank), rules)
+        for words, found in _variants_of_place(job, stage, cp, rules, first_step)
     ]
 
 
+def _place_of(job: Job, rank: int) -> tuple[int, int]:
+    """Stage of a rank, and its position in the context-parallel group where a rule looks at it."""
+    where = job.layout.coordinates(rank)
+    return where.pp, where.cp if job.mtp_num_layers else 0
+
+
 @lru_cache(maxsize=256)
-def _variants_of_stage(job: Job, stage: int, rules: RuleSet) -> tuple[tuple[str, Expectation], ...]:
-    """Words for releases, and what they make every rank of a stage send."""
-    groups: list[tuple[Expectation, list[versions.Release]]] = []
+def _variants_of_place(
+    job: Job, stage: int, cp: int, rules: RuleSet, first_step: bool
+) -> tuple[tuple[str, Expectation], ...]:
+    """Words for releases, and what they make every rank of a place send."""
+    groups: dict[tuple[object, ...], tuple[Expectation, list[versions.Release]]] = {}
     for release in versions.KNOWN:
-        found = _of_stage(job, stage, rules, release, None)
-        members = next((members for known, members in groups if _same(known, found)), None)
-        if members is None:
-            groups.append((found, [release]))
-        else:
-            members.append(release)
-    return tuple((versions.span(members), found) for found, members in groups)
+        found = _of_place(job, stage, cp, rules, release, None, first_step)
+        key = (tuple(row.same for row in found.calls), found.not_modelled)
+        groups.setdefault(key, (found, []))[1].append(release)
+    return tuple((versions.span(members), found) for found, members in groups.values())
 
 
 def _with_defaults(job: Job, release: versions.Release) -> Job:
@@ -79,47 +111,25 @@ def _with_defaults(job: Job, release: versions.Release) -> Job:
     return replace(job, rerun_mode="validate_results" if versions.since(release, "rerun by default") else "disabled")
 
 
-# All ranks of a stage send the same: no chapter looks at anything of a rank but its stage. A run of a thousand ranks asks
-# for a few stages only.
+# All ranks of a place send the same: a run of a thousand ranks asks for a few places only.
 @lru_cache(maxsize=1024)
-def _of_stage(job: Job, stage: int, rules: RuleSet, release: versions.Release, version: str | None) -> Expectation:
+def _of_place(
+    job: Job,
+    stage: int,
+    cp: int,
+    rules: RuleSet,
+    release: versions.Release,
+    version: str | None,
+    first_step: bool,
+) -> Expectation:
     if rules not in RULE_SETS:
         raise JobError(f"rules={rules!r}: must be one of {', '.join(RULE_SETS)}")
     job = _with_defaults(job, release)
-    rank = job.layout.rank_of(pp=stage)
-    missing = tuple(_chapters_without_rules(job, rules))
-    if rules == "document":
-        return Expectation(rules, rank, tuple(document.calls(job, rank)), missing, version)
-    place = Place(job, stage, release)
-    calls = [row for chapter in CHAPTERS for row in chapter.calls(place)]
-    calls += [row for chapter in (tensor, data, control) for row in chapter.calls(job, rank, release)]
-    unknown = [
-        *(gap for chapter in CHAPTERS for gap in chapter.not_modelled(place)),
-        *tensor.not_modelled(job, rank, release),
-        *data.not_modelled(job, rank, release),
-        *control.not_modelled(job, release),
-    ]
-    return Expectation(rules, rank, tuple(calls), (*unknown, *missing), version)
-
-
-def _same(one: Expectation, other: Expectation) -> bool:
-    """Whether two releases make the rank send the same; where a rule is said to apply does not count."""
-    return [replace(row, versions="", formula={}) for row in one.calls] == [
-        replace(row, versions="", formula={}) for row in other.calls
-    ] and one.not_modelled == other.not_modelled
-
-
-def _chapters_without_rules(job: Job, rules: RuleSet) -> Iterator[NotModelled]:
-    """The chapters that are not written yet, as far as this job has their traffic."""
-    if rules == "document" and not job.forward_only:
-        roles = ("dp", "dp_cp", "edp", "intra_dp_cp", "intra_edp", "inter_dist_opt")
-        yield NotModelled("data parallel chapter", roles)
-    if job.pipeline_model_parallel_size > 1:
-        yield NotModelled("pipeline chapter", ("pp",))
-        yield NotModelled("pipeline chapter", ("world",), (), ("send", "recv"))
-        if not job.untie_embeddings_and_output_weights and not job.forward_only:
-            yield NotModelled("pipeline chapter: tied embedding", ("embedding",))
-    if job.context_parallel_size > 1:
-        yield NotModelled("context parallel chapter", ("cp", "cp_l0", "cp_l1", "hybrid_cp"))
-    if job.num_experts is not None:
-        yield NotModelled("expert parallel chapter", ("ep", "etp", "tp_ep", "tp_cp", "tp_dp_cp"))
+    place = Place(job, stage, release, cp, first_step)
+    rank = place.rank
+    chapters = document.CHAPTERS if rules == "document" else CHAPTERS
+    calls = [row for chapter in chapters for row in chapter.calls(place)]
+    if rules == "megatron":
+        calls = graphs.mark(place, calls)
+    unknown = dict.fromkeys(gap for chapter in chapters for gap in chapter.not_modelled(place))
+    return Expectation(rules, rank, tuple(calls), tuple(unknown), version)

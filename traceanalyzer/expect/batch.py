@@ -15,8 +15,10 @@ cu_seqlens             int64 and   1 and 0             0.16: first twice, last
                        int32                           once; 0.17: first once
 =====================  ==========  ==================  ==========================
 
-With one stage every tensor once (cu_seqlens as on the first stage). The calls are part of each micro-batch's forward
-step: phase "forward". Broadcasting the mask can be avoided, the kernels that know "causal" do not need it.
+With one stage every tensor once (cu_seqlens as on the first stage), and so, since 0.16, on a stage with multi-token
+prediction, which embeds tokens again; before, the last stage has tokens and position_ids too. The calls are part of each
+micro-batch's forward step: phase "forward". Broadcasting the mask can be avoided, the kernels that know "causal" do not
+need it. Packed samples (sft) are padded to S; how many begin in one, and with that the length of cu_seqlens, is data.
 
 Source: Megatron-LM core_v0.5.0 ... core_v0.19.0, megatron/training/utils.py (core/utils.py since 0.18) and
 pretrain_gpt.py: get_batch; reference section 2.3.
@@ -28,7 +30,7 @@ from collections.abc import Iterable
 
 from traceanalyzer.expect import versions
 from traceanalyzer.expect.model import Evidence, NotModelled
-from traceanalyzer.expect.place import Place, Symbol
+from traceanalyzer.expect.place import Place, Symbol, mtp_layers
 from traceanalyzer.expect.rules import Avoid, Chapter, Gap, Rule
 
 _WHERE = Evidence(
@@ -59,16 +61,28 @@ def _broadcast(
 
 
 RULES: tuple[Rule, ...] = (
-    _broadcast("tokens", "int64", "B * S", "first"),
-    _broadcast("labels", "int64", "B * S", "last"),
-    _broadcast("loss mask", "float32", "B * S", "last"),
-    _broadcast(
-        "attention mask", "bool", "B * S * S", "(first or last) and create_attention_mask_in_dataloader", avoid=_MASK
-    ),
-    _broadcast("position ids", "int64", "B * S", "first"),
-    _broadcast("packing length", "int64", "1", "(first or last)", "packings * fetches * M"),
-    _broadcast("packing offsets", "int32", "0", "(first or last)", "packings * fetches * M"),
+    _broadcast("tokens", "int64", "B * S", "embeds"),
+    _broadcast("labels", "int64", "B * S", "compares"),
+    _broadcast("loss mask", "float32", "B * S", "compares"),
+    _broadcast("attention mask", "bool", "B * S * S", "fed and create_attention_mask_in_dataloader", avoid=_MASK),
+    _broadcast("position ids", "int64", "B * S", "embeds"),
+    _broadcast("packing length", "int64", "1", "fed and not sft", "packings * fetches * M"),
+    _broadcast("packing offsets", "int32", "0", "fed and not sft", "packings * fetches * M"),
 )
+
+
+def _predicts(place: Place) -> bool:
+    """Whether the stage is fed as a whole because multi-token prediction is there."""
+    return mtp_layers(place.job, place.stage) > 0 and place.has("batch for prediction")
+
+
+def _embeds(place: Place) -> bool:
+    last_too = place.is_last and bool(place.job.mtp_num_layers) and not place.has("batch for prediction")
+    return place.is_first or last_too or _predicts(place)
+
+
+def _compares(place: Place) -> bool:
+    return place.is_last or _predicts(place)
 
 
 def _fetches(place: Place) -> int:
@@ -81,14 +95,14 @@ def _packings(place: Place) -> int:
     """Broadcasts of the packing length (and of the offsets) in one fetch of an unpacked batch."""
     if not place.has("cu_seqlens") or place.has("cu_seqlens for packed only"):
         return 0
-    in_branch = int(place.is_first)
+    in_branch = int(place.is_first or _predicts(place))
     at_end = 0 if place.has("cu_seqlens once") else 1
     return in_branch + at_end
 
 
 def _old_release(place: Place) -> Iterable[NotModelled]:
-    edge = place.is_first or place.is_last
-    if place.job.framework == "megatron-lm" and edge and not place.has("batch per tensor"):
+    fed = _embeds(place) or _compares(place)
+    if place.job.framework == "megatron-lm" and fed and not place.has("batch per tensor"):
         before = versions.before("batch per tensor")
         yield NotModelled(f"data broadcast in Megatron-LM {before}", ("tp",), (), ("broadcast",))
 
@@ -100,12 +114,21 @@ CHAPTER = Chapter(
     rules=RULES,
     symbols={
         "fetches": Symbol("model chunks that fetch a micro-batch", _fetches),
+        "embeds": Symbol("whether the stage takes tokens and positions", _embeds),
+        "compares": Symbol("whether the stage takes labels and loss mask", _compares),
+        "fed": Symbol("whether the stage takes any of the batch", lambda place: _embeds(place) or _compares(place)),
         "packings": Symbol("broadcasts of the packing length in one fetch", _packings),
     },
     gaps=(
         Gap(
             what="data broadcast: framework unknown",
-            when="framework not in ('megatron-lm', 'megatron-core') and (first or last)",
+            when="framework not in ('megatron-lm', 'megatron-core') and fed",
+            roles=("tp",),
+            ops=("broadcast",),
+        ),
+        Gap(
+            what="data broadcast: packed samples",
+            when="framework == 'megatron-lm' and sft and since('cu_seqlens')",
             roles=("tp",),
             ops=("broadcast",),
         ),

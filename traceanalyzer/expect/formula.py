@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cache
+from types import CodeType
 from typing import Any
 
 from traceanalyzer.errors import JobError
@@ -25,35 +26,38 @@ Value = Any
 _NAME = re.compile(r"(?<![\w'\"])[A-Za-z_]\w*(?![\w'\"(])")
 _WORDS = frozenset({"and", "or", "not", "in", "if", "else", "True", "False", "None"})
 
-_Compiled = Callable[[Mapping[str, Value]], Value]
-
 
 class Formula:
     """One formula or condition; raises SyntaxError for text that is none."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        tree = ast.parse(text, mode="eval").body
+        tree = ast.parse(text, mode="eval")
         self.names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        self._value = _compile(tree, text)
+        self._code = _compile(tree, text)
 
     def value(self, symbols: Mapping[str, Value]) -> Value:
         """What it comes to, a Fraction where it is not whole. Errors of the symbols, and JobError for a division by 0."""
-        return self._value(symbols)
+        return eval(self._code, _GLOBALS, symbols)
 
     def holds(self, symbols: Mapping[str, Value]) -> bool:
         """Whether the condition is true."""
-        return bool(self._value(symbols))
+        return bool(self.value(symbols))
 
     def whole(self, symbols: Mapping[str, Value]) -> int:
         """The value as a whole number. Raises JobError, with the numbers, if it is none."""
-        value = self._value(symbols)
+        value = self.value(symbols)
         if isinstance(value, Fraction) and value.denominator != 1:
             raise JobError(f"{self.text} is not whole: {self.numbers(symbols)} = {float(value):.6g}")
         return int(value)
 
     def quantity(self, symbols: Mapping[str, Value]) -> Quantity:
-        """The whole value with the formula in symbols and in numbers. Raises JobError if it is not whole."""
+        """The whole value with the formula in symbols and in numbers; a symbol may stand for a Quantity of its own.
+
+        Raises JobError if it is not whole.
+        """
+        if self.text in self.names and isinstance(symbols[self.text], Quantity):
+            return symbols[self.text]  # type: ignore[no-any-return]
         return Quantity(self.text, self.numbers(symbols), self.whole(symbols))
 
     def numbers(self, symbols: Mapping[str, Value]) -> str:
@@ -68,83 +72,44 @@ def parse(text: str) -> Formula:
 
 
 def _divide(one: Value, other: Value) -> Value:
+    """The exact quotient: a whole number where it is one, else a Fraction."""
     if other == 0:
         raise JobError(f"division of {one} by 0")
+    if type(one) is int and type(other) is int and one % other == 0:
+        return one // other
     result = Fraction(one) / Fraction(other)
     return result.numerator if result.denominator == 1 else result
 
 
-_BINARY: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: _divide,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.Pow: lambda a, b: a**b,
-}
-_COMPARE: dict[type[ast.cmpop], Callable[[Value, Value], bool]] = {
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-    ast.Is: lambda a, b: a is b,
-    ast.IsNot: lambda a, b: a is not b,
-}
-_FUNCTIONS: dict[str, Callable[..., Value]] = {"ceil": math.ceil, "min": min, "max": max}
+_DIVIDE = "divided"
+
+FUNCTIONS: dict[str, Callable[..., Value]] = {"ceil": math.ceil, "min": min, "max": max, _DIVIDE: _divide}
+"""What a formula may call besides the functions that stand among its symbols."""
+
+_PARTS: tuple[type[ast.AST], ...] = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Tuple, ast.IfExp),
+    *(ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
+    *(ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Is, ast.IsNot),
+)
+"""Everything a formula is made of, calls of a plain name apart: nothing that could reach beyond its symbols."""
 
 
-def _compile(node: ast.expr, text: str) -> _Compiled:
-    match node:
-        case ast.Constant(value=constant):
-            return lambda _: constant
-        case ast.Name(id=name):
-            return lambda symbols: symbols[name]
-        case ast.Tuple(elts=items):
-            parts = [_compile(item, text) for item in items]
-            return lambda symbols: tuple(part(symbols) for part in parts)
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            denied = _compile(inner, text)
-            return lambda symbols: not denied(symbols)
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            positive = _compile(inner, text)
-            return lambda symbols: -positive(symbols)
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
-            one, other, apply = _compile(left, text), _compile(right, text), _BINARY[type(operator)]
-            return lambda symbols: apply(one(symbols), other(symbols))
-        case ast.BoolOp(op=ast.And(), values=values):
-            all_of = [_compile(value, text) for value in values]
-            return lambda symbols: all(part(symbols) for part in all_of)
-        case ast.BoolOp(op=ast.Or(), values=values):
-            any_of = [_compile(value, text) for value in values]
-            return lambda symbols: any(part(symbols) for part in any_of)
-        case ast.Compare(left=left, ops=operators, comparators=others) if all(type(op) in _COMPARE for op in operators):
-            first = _compile(left, text)
-            rest = [(_COMPARE[type(op)], _compile(other, text)) for op, other in zip(operators, others, strict=True)]
-            return lambda symbols: _compares(first(symbols), rest, symbols)
-        case ast.IfExp(test=test, body=body, orelse=otherwise):
-            condition, yes, no = _compile(test, text), _compile(body, text), _compile(otherwise, text)
-            return lambda symbols: yes(symbols) if condition(symbols) else no(symbols)
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            values_of = [_compile(argument, text) for argument in arguments]
-            function = _FUNCTIONS.get(name)
-            if function is not None:
-                return lambda symbols: function(*(part(symbols) for part in values_of))
-            return lambda symbols: symbols[name](*(part(symbols) for part in values_of))
-        case _:
+class _ExactDivision(ast.NodeTransformer):
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Div):
+            return node
+        return ast.Call(ast.Name(_DIVIDE, ast.Load()), [node.left, node.right], [])
+
+
+def _compile(tree: ast.Expression, text: str) -> CodeType:
+    for node in ast.walk(tree):
+        plain_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords
+        if not (plain_call or isinstance(node, _PARTS)):
             raise SyntaxError(f"{text!r}: {ast.unparse(node)!r} is not part of a formula")
+    exact = ast.fix_missing_locations(_ExactDivision().visit(tree))
+    return compile(exact, f"<formula {text}>", "eval")
 
 
-def _compares(
-    value: Value, rest: list[tuple[Callable[[Value, Value], bool], _Compiled]], symbols: Mapping[str, Value]
-) -> bool:
-    for compare, part in rest:
-        following = part(symbols)
-        if not compare(value, following):
-            return False
-        value = following
-    return True
+_GLOBALS: dict[str, Any] = {"__builtins__": {}, **FUNCTIONS}

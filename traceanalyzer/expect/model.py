@@ -77,12 +77,33 @@ class ExpectedCall:
     stage: int | None = None
     avoidable: Avoidable | None = None
     versions: str = ""
-    formula: Mapping[str, str] = field(default_factory=dict)
+    formula: Mapping[str, str] = field(default_factory=dict, hash=False)
     varies: Varies | None = None
     transport: str = ""
     off_rank: Fraction | None = None
     peer: str = ""
     document: str = ""
+
+    @property
+    def same(self) -> tuple[object, ...]:
+        """What two rows have in common that send the same; stage, releases and formula do not count."""
+        return (
+            self.rule,
+            self.role,
+            self.op,
+            self.phase,
+            self.component,
+            self.dtype,
+            self.in_elems,
+            self.out_elems,
+            self.group_size,
+            self.calls,
+            self.varies,
+            self.transport,
+            self.off_rank,
+            self.peer,
+            self.avoidable,
+        )
 
     @property
     def outside_c10d(self) -> bool:

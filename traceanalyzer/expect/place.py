@@ -13,6 +13,7 @@ from typing import Any
 
 from traceanalyzer.errors import JobError
 from traceanalyzer.expect import versions
+from traceanalyzer.expect.formula import FUNCTIONS
 from traceanalyzer.job import Job
 
 _OFF = (None, False, 0, "", "None", "False", "none", ())
@@ -32,13 +33,15 @@ class Place:
     """One stage of a job under one release of megatron-core.
 
     stage: pipeline stage, 0-based. release: see versions.py. cp: position in the context-parallel group, for the few
-    rules that depend on it.
+    rules that depend on it. first_step: the first step after start or after an evaluation, in which overlapped gradient
+    and parameter traffic runs at other places than in all later ones.
     """
 
     job: Job
     stage: int
     release: versions.Release
     cp: int = 0
+    first_step: bool = False
 
     @cached_property
     def symbols(self) -> Symbols:
@@ -113,20 +116,23 @@ class Symbols(Mapping[str, Any]):
     ) -> None:
         self._place = place
         self._chapter = chapter or {}
-        self._values: dict[str, Any] = dict(member or {})
+        self._values: dict[str, Any] = {**FUNCTIONS, **(member or {})}
         self._values.setdefault("since", place.has)
         self._values.setdefault("on", lambda name: is_on(place.job, name))
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._values:
-            symbol = self._chapter.get(name) or COMMON.get(name)
-            if symbol is not None:
-                self._values[name] = symbol.of(self._place)
-            elif hasattr(self._place.job, name):
-                self._values[name] = getattr(self._place.job, name)
-            else:
-                raise JobError(f"{name} is neither a symbol nor a field of the job")
-        return self._values[name]
+        values = self._values
+        if name in values:
+            return values[name]
+        symbol = self._chapter.get(name) or COMMON.get(name)
+        if symbol is not None:
+            value = symbol.of(self._place)
+        elif hasattr(self._place.job, name):
+            value = getattr(self._place.job, name)
+        else:
+            raise JobError(f"{name} is neither a symbol nor a field of the job")
+        values[name] = value
+        return value
 
     def __iter__(self) -> Any:
         return iter({**COMMON, **self._chapter, **self._values})
@@ -147,10 +153,20 @@ def _group(role: str, meaning: str) -> Symbol:
     return Symbol(meaning, lambda place: place.job.layout.group_size(role))
 
 
-def _mtp_layers(place: Place) -> int:
-    # multi_token_prediction.py: get_mtp_num_layers_to_build; with a layout, where it says "m"
-    number = place.job.mtp_num_layers or 0
-    return number if place.is_last else 0
+def mtp_layers(job: Job, stage: int, chunk: int | None = None) -> int:
+    """Layers of multi-token prediction on a stage, or on one of its model chunks.
+
+    multi_token_prediction.py, get_mtp_num_layers_to_build: behind the last decoder layer of the last stage and chunk, or
+    where a pipeline layout says "m".
+    """
+    if not job.mtp_num_layers:
+        return 0
+    pp, chunks = job.pipeline_model_parallel_size, job.virtual_pipeline_model_parallel_size or 1
+    wanted = range(chunks) if chunk is None else (chunk,)
+    parts = job.layout_stages
+    if parts is not None:
+        return sum(parts[one * pp + stage].count("m") for one in wanted)
+    return job.mtp_num_layers if stage == pp - 1 and chunks - 1 in wanted else 0
 
 
 COMMON: dict[str, Symbol] = {
@@ -191,7 +207,10 @@ COMMON: dict[str, Symbol] = {
         "decoder layers with a dense MLP", lambda place: len(place.layers) - len(place.moe(place.layers))
     ),
     "moe_layers": Symbol("decoder layers with experts", lambda place: len(place.moe(place.layers))),
-    "mtp_layers": Symbol("layers of multi-token prediction on the stage", _mtp_layers),
+    "mtp_layers": Symbol(
+        "layers of multi-token prediction on the stage", lambda place: mtp_layers(place.job, place.stage)
+    ),
+    "first_step": Symbol("whether it is the first step after start or evaluation", lambda place: place.first_step),
     "training": Symbol("whether there is a backward pass", lambda place: not place.job.forward_only),
 }
 """Symbols that every chapter may use; a chapter adds its own."""

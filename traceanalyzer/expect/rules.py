@@ -16,7 +16,7 @@ from traceanalyzer import traffic
 from traceanalyzer.expect import versions
 from traceanalyzer.expect.formula import Formula, parse
 from traceanalyzer.expect.model import Avoidable, Evidence, ExpectedCall, NotModelled, Varies
-from traceanalyzer.expect.place import Place, Symbol, Symbols
+from traceanalyzer.expect.place import Place, Symbol, Symbols, is_on
 from traceanalyzer.expect.quantity import call
 
 Family = Callable[[Place], Iterable[Mapping[str, Any]]]
@@ -27,13 +27,32 @@ DTYPES: dict[str, Callable[[Place], str]] = {
     "parameters": lambda place: place.job.params_dtype or "float32",
     "main gradients": lambda place: place.job.main_grad_dtype,
     "router": lambda place: _router_dtype(place),
+    "Megatron-FSDP gradients": lambda place: sharded_gradients(place),
+    "pipeline messages": lambda place: _pipeline_dtype(place),
 }
 """Element types that depend on the job; any other text in a rule is a type as torch names it."""
 
 
+def sharded_gradients(place: Place) -> str:
+    """Type in which Megatron-FSDP reduces gradients (mcore_fsdp_adapter.py: MixedPrecisionPolicy)."""
+    job = place.job
+    if not place.has("Megatron-FSDP gradient type of its own"):
+        return job.main_grad_dtype
+    for option in ("megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype"):
+        stated = str(getattr(job, option) or "auto")
+        if stated not in ("auto", "None"):
+            return traffic.normalise_dtype(stated) or stated
+    return job.params_dtype or "float32"
+
+
 def _router_dtype(place: Place) -> str:
-    stated = traffic.normalise_dtype(place.job.moe_router_dtype)
-    return stated or place.job.activation_dtype
+    stated = {"fp32": "float32", "fp64": "float64"}.get(place.job.moe_router_dtype or "")  # Megatron's two words
+    return stated or traffic.normalise_dtype(place.job.moe_router_dtype) or place.job.activation_dtype
+
+
+def _pipeline_dtype(place: Place) -> str:
+    wide = is_on(place.job, "fp32_residual_connection") and place.has("fp32 pipeline messages")
+    return "float32" if wide else place.job.activation_dtype
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,8 @@ class Rule:
     calls: per rank and step (and member of the family). dtype: a key of DTYPES or a type as torch names it. each: name of
     a family of the chapter; the rule then holds once for every member and may use its symbols. group: the role whose size
     counts, if it is not the role of the call. outside: what carries the bytes if c10d does not ("userbuffers"). off_rank:
-    bytes that leave the rank in one call, where operation and group size do not say it. routed: sizes that depend on data
+    bytes that leave the rank in one call, where operation and group size do not say it. or_avoid: listed where avoid comes
+    to no byte. routed: sizes that depend on data
     (sent and received are then what balanced routing gives). document: errata or section that says why the document's
     model does not have this call.
     """
@@ -90,6 +110,7 @@ class Rule:
     each: str = ""
     group: str = ""
     avoid: Avoid | None = None
+    or_avoid: Avoid | None = None
     outside: str = ""
     off_rank: str = ""
     routed: Routed | None = None
@@ -101,7 +122,7 @@ class Rule:
     def formulas(self) -> tuple[Formula, ...]:
         """Every formula and condition of the rule, parsed."""
         texts = [self.when, self.sent, self.received, self.calls, self.off_rank]
-        texts += [self.avoid.off_rank] if self.avoid else []
+        texts += [waste.off_rank for waste in (self.avoid, self.or_avoid) if waste]
         texts += [self.routed.width] if self.routed else []
         return tuple(parse(text) for text in texts if text)
 
@@ -204,7 +225,8 @@ def _apply(rule: Rule, place: Place, symbols: Symbols) -> Iterator[ExpectedCall]
     if rule.routed is not None:
         width = parse(rule.routed.width).whole(symbols)
         row = replace(row, varies=Varies(width, rule.routed.sent, rule.routed.received))
-    yield _with_waste(row, rule.avoid, symbols)
+    wasteful = _with_waste(row, rule.avoid, symbols)
+    yield wasteful if wasteful.avoidable else _with_waste(row, rule.or_avoid, symbols)
 
 
 def _exact(text: str, symbols: Symbols) -> Fraction | None:

@@ -27,7 +27,7 @@ class Weight:
 
     full: tuple[int, int]
     shard: tuple[int, int]
-    split: Literal["column", "row", "vocabulary"]
+    split: Literal["column", "row", "vocabulary", "none"]
 
 
 def column_parallel(inputs: int, outputs: int, ranks: int) -> Weight:
@@ -145,10 +145,11 @@ def activations(job: Job) -> Mapping[str, Shape]:
 
 
 def weights(job: Job) -> Mapping[str, Weight]:
-    """Weights of a dense layer and the word embedding, by component; gradients have the shape of their weight.
+    """Weights of a layer and the word embedding, by component; gradients have the shape of their weight.
 
     mlp.gate and mlp.up with swiglu (Megatron keeps them in one matrix, fc1), else mlp.fc1. embedding only if the padded
-    vocabulary is known.
+    vocabulary is known. With experts also router and, of one expert, experts.gate and experts.up (or experts.fc1) and
+    experts.fc2, cut over the expert tensor-parallel ranks.
     """
     hidden, feed_forward, heads, channels = job.require(
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"
@@ -165,4 +166,38 @@ def weights(job: Job) -> Mapping[str, Weight]:
         vocabulary = job.padded_vocab_size
         shard = _part(vocabulary, ranks, "padded_vocab_size over tensor_model_parallel_size")
         found["embedding"] = Weight((vocabulary, hidden), (shard, hidden), "vocabulary")
+    if job.num_experts is not None:
+        (width,) = job.require("moe_ffn_hidden_size")
+        parts = job.layout.expert_tensor_size
+        inner = column_parallel(hidden, width, parts)
+        found["router"] = Weight((hidden, job.num_experts), (hidden, job.num_experts), "none")
+        found |= {"experts.gate": inner, "experts.up": inner} if job.swiglu else {"experts.fc1": inner}
+        found["experts.fc2"] = row_parallel(width, hidden, parts)
     return MappingProxyType(found)
+
+
+def attention(job: Job, exchange: Literal["p2p", "all_gather", "a2a"]) -> Mapping[str, tuple[int, int, int, int]]:
+    """Shapes inside attention with context parallelism of one kind (cp_comm_type).
+
+    local: query and output of a rank (batch, sequence, heads, channels). whole: what its kernel works on, with a2a the
+    whole sequence of a part of the heads, else local. scores: (batch, heads, queries, keys), one block of CP with p2p.
+    """
+    batch, length, channels = job.require("micro_batch_size", "seq_length", "kv_channels")
+    tokens, heads = cp_tokens(job).value, heads_per_rank(job)
+    queries, keys, own = tokens, tokens if exchange == "p2p" else length, heads
+    if exchange == "a2a":
+        queries, own = length, _part(heads, job.context_parallel_size, "heads of a rank over context_parallel_size")
+    return MappingProxyType(
+        {
+            "local": (batch, tokens, heads, channels),
+            "whole": (batch, queries, own, channels),
+            "scores": (batch, own, queries, keys),
+        }
+    )
+
+
+def routing(job: Job) -> Mapping[str, tuple[int, int]]:
+    """Shapes (tokens of a rank, features) in a router: its input, the scores of all experts, the experts chosen."""
+    batch, hidden, experts, chosen = job.require("micro_batch_size", "hidden_size", "num_experts", "moe_router_topk")
+    tokens = batch * sequence_shard(job).value
+    return MappingProxyType({"input": (tokens, hidden), "scores": (tokens, experts), "chosen": (tokens, chosen)})
