@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traceanalyzer import traffic
-from traceanalyzer.diff import Coverage, Diff
-from traceanalyzer.job import Job
-from traceanalyzer.matching import Cell
 from traceanalyzer.reports.text import counted, ranges
+
+if TYPE_CHECKING:  # the expectation shares these words, and needs neither DuckDB nor Arrow
+    from traceanalyzer.diff import Coverage, Diff, ReleaseApart
+    from traceanalyzer.job import Job
+    from traceanalyzer.matching import Cell
 
 SCHEMA = "traceanalyzer.diff/1"
 
@@ -133,6 +135,11 @@ def rules_words(diff: Diff) -> str:
     return f"megatron, releases that {'fit' if fits else 'come closest'}: {diff.version}"
 
 
+def first_step_words(diff: Diff) -> str:
+    """Which step was judged as a first one."""
+    return f"step {diff.first_step} judged as a first step, in which overlapped traffic runs at other places"
+
+
 def coverage_words(c: Coverage) -> str:
     """Coverage in one line: kernels or calls, bytes, what was judged, what lies outside."""
     parts = [f"{c.kernels_attributed:,} of {c.kernels:,} communication kernels"] if c.kernels else []
@@ -193,6 +200,8 @@ def dtype(cell: Cell) -> str:
 
 def each(cell: Cell, *, exact: bool = False) -> str:
     """Payload of one call."""
+    if cell.varies:
+        return "~"
     if cell.payload_bytes_each is None and cell.payload_bytes_measured is not None:
         return "varies"
     return human_bytes(cell.payload_bytes_each, exact=exact)
@@ -201,6 +210,51 @@ def each(cell: Cell, *, exact: bool = False) -> str:
 def expected_bytes(cell: Cell, *, exact: bool = False) -> str:
     """Expected off-rank bytes; '-' where nothing says how many."""
     return "-" if cell.off_rank_bytes_expected is None else human_bytes(cell.off_rank_bytes_expected, exact=exact)
+
+
+def measured_bytes(cell: Cell, *, exact: bool = False) -> str:
+    """Measured off-rank bytes; with "~" a mean of what depends on the routing."""
+    found = human_bytes(cell.off_rank_bytes_measured, exact=exact)
+    return f"~{found}" if cell.varies and cell.off_rank_bytes_measured else found
+
+
+def routing_words(cell: Cell) -> str:
+    """What depends on the routing in a cell, and whether it adds up; "" where nothing does."""
+    if not cell.varies or not cell.calls_measured:
+        return ""
+    words = []
+    if cell.spread is not None:
+        balanced, least, most = cell.spread
+        found = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        words.append(f"{found} rows a rank and step depend on the routing, {balanced:,} if balanced")
+        if balanced:
+            ratios = dict.fromkeys(f"{rows / balanced:.2f}" for rows in (least, most))
+            words[-1] += f" ({' to '.join(ratios)} times)"
+    if cell.conserved is None:
+        words.append("not all ranks of the group were recorded, so that rows sent are rows received is not checked")
+    else:
+        words.append("all rows sent were received" if cell.conserved else "rows sent and received differ")
+    return "; ".join(words)
+
+
+def verdict_of(cell: Cell) -> str:
+    """Verdict and, where it is unknown, why."""
+    return cell.verdict if cell.reason is None else f"{cell.verdict}: {name(cell.reason)}"
+
+
+def apart_words(apart: ReleaseApart) -> str:
+    """Releases that fit less well, and by which cells."""
+    shown = [
+        f"{c.role or '?'} {c.phase or '?'} {c.op or '?'} {components(c)} {calls(c.calls_expected)} expected, "
+        f"{c.calls_measured:,} measured ({verdict_of(c)})"
+        for c in apart.cells[:_MOST_APART]
+    ]
+    more = len(apart.cells) - len(shown)
+    return f"{apart.releases}: {'; '.join(shown)}" + (f"; and {counted(more, 'other row')}" if more else "")
+
+
+_MOST_APART = 3
+"""How many cells that tell releases apart are listed."""
 
 
 def avoidable_words(cell: Cell) -> str:
@@ -289,6 +343,11 @@ def markdown(diff: Diff, *, exact: bool = False) -> str:
     lines += ["", _escape(verdict_words(diff))]
     if diff.not_in_window:
         lines += ["", f"Not in the window: {', '.join(diff.not_in_window)}."]
+    if diff.first_step is not None:
+        lines += ["", f"{_escape(first_step_words(diff))}."]
+    if diff.versions_apart:
+        lines.append("")
+    lines += [f"- does not fit {_escape(apart_words(a))}" for a in diff.versions_apart]
     if c.unattributed:
         lines.append("")
     for u in c.unattributed:
@@ -302,6 +361,7 @@ def _markdown_row(diff: Diff, number: int, exact: bool) -> list[str]:
     place = where(cell, diff)
     notes = [] if cell.cause is None else [f"{cell.cause.code} ({cell.cause.confidence}): {cell.cause.sentence}"]
     notes += [avoidable_words(cell)] if cell.avoidable_bytes else []
+    notes += [routing_words(cell)] if routing_words(cell) else []
     return [
         str(number + 1),
         cell.role or "?",
@@ -313,7 +373,7 @@ def _markdown_row(diff: Diff, number: int, exact: bool) -> list[str]:
         calls(cell.calls_expected),
         calls(cell.calls_measured),
         expected_bytes(cell, exact=exact),
-        human_bytes(cell.off_rank_bytes_measured, exact=exact),
+        measured_bytes(cell, exact=exact),
         human_time(cell.time_ns),
         human_time(cell.exposed_ns),
         cell.verdict + (f" ({cell.reason})" if cell.reason else ""),
@@ -343,6 +403,10 @@ def document(diff: Diff) -> dict[str, Any]:
         "rules": diff.rules,
         "version": diff.version,
         "versions_tried": list(diff.versions_tried),
+        "versions_apart": [
+            {"releases": a.releases, "cells": [_cell_document(cell) for cell in a.cells]} for a in diff.versions_apart
+        ],
+        "first_step": diff.first_step,
         "job": _job_document(diff.job) | {"used": diff.job_used},
         "coverage": {
             "ranks_present": list(c.ranks_present),
@@ -408,6 +472,12 @@ def _cell_document(cell: Cell) -> dict[str, Any]:
         "payload_bytes_measured": cell.payload_bytes_measured,
         "off_rank_bytes_expected": _number(cell.off_rank_bytes_expected),
         "off_rank_bytes_measured": _number(cell.off_rank_bytes_measured),
+        "varies": cell.varies,
+        "rows_that_vary": None
+        if cell.spread is None
+        else {"balanced": cell.spread.balanced, "least": cell.spread.least, "most": cell.spread.most},
+        "conserved": cell.conserved,
+        "transport": cell.transport or None,
         "avoidable_bytes": cell.avoidable_bytes,
         "avoidable": [{"code": code, "setting": setting} for code, setting in cell.avoidable],
         "time_ns": cell.time_ns,

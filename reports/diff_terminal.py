@@ -164,9 +164,7 @@ def _layouts(diff: Diff, *, exact: bool) -> list[list[_Column]]:
         _Column("\nmeas", lambda c: differing(words.calls(c.calls_measured), c)),
     ]
     expected = _Column("off-rank\nexpected", lambda c: words.expected_bytes(c, exact=exact))
-    measured = _Column(
-        "off-rank\nmeasured", lambda c: differing(words.human_bytes(c.off_rank_bytes_measured, exact=exact), c)
-    )
+    measured = _Column("off-rank\nmeasured", lambda c: differing(words.measured_bytes(c, exact=exact), c))
     time = [_Column("time", lambda c: words.human_time(c.time_ns))]
     exposed = [_Column("exposed", lambda c: words.human_time(c.exposed_ns))]
     bandwidth = [_Column("bus bw >=", lambda c: words.human_rate(c.bus_bandwidth_bytes_per_s))]
@@ -214,6 +212,8 @@ def _notes(diff: Diff) -> list[tuple[str, Text]]:
             rows.append((ranges(joined), Text.assemble((title, "bold"), words.name(cell.cause.sentence, 1000))))
         if cell.avoidable_bytes:
             rows.append((str(number), Text(words.avoidable_words(cell), "cyan")))
+        if words.routing_words(cell):
+            rows.append((str(number), Text(f"~ {words.routing_words(cell)}", "dim")))
     shown = set(_shown(diff))
     hidden = [n + 1 for n in range(len(diff.cells)) if n not in shown]
     if hidden:
@@ -227,6 +227,9 @@ def _notes(diff: Diff) -> list[tuple[str, Text]]:
             f"{words.name(item.name)}: {counted(item.kernels, 'kernel')}, {words.human_time(item.time_ns)} ({item.why})"
         )
         rows.append(("?", Text(f"unattributed communication  {found}", "yellow")))
+    if diff.first_step is not None:
+        rows.append(("-", Text(words.first_step_words(diff), "dim")))
+    rows += [("-", Text(f"does not fit  {words.apart_words(apart)}", "dim")) for apart in diff.versions_apart]
     if diff.not_in_window:
         phases = ", ".join(diff.not_in_window)
         rows.append(("-", Text(f"not in the window: {phases} (the recording holds no work of these phases)", "dim")))

@@ -222,6 +222,309 @@ def test_microbatch_near_misses(near: list[CellView]) -> None:
     assert found([cell("missing", got=24), cell("missing", got=24, phase="backward")], Facts(Job())) == {}
 
 
+# -- traffic outside torch.distributed -------------------------------------------------------------------------------
+
+SCATTER = expected("reduce_scatter", 8, transport="userbuffers")
+LEFT_TO_USERBUFFERS = cell("unknown", 8, 0, op="reduce_scatter", expected=(SCATTER,), transport="userbuffers")
+
+
+def test_tp_comm_overlap_off() -> None:
+    cells = [cell("unexpected", 0, 8, op="reduce_scatter"), LEFT_TO_USERBUFFERS, cell("match")]
+    assert found(cells) == {0: ("tp_comm_overlap_off", "likely", (1,)), 1: ("tp_comm_overlap_off", "likely", (0,))}
+    assert sentence(cells[:2]) == (
+        "torch.distributed made calls that the job leaves to userbuffers: tp_comm_overlap is off in this run, in whole or in "
+        "part."
+    )
+    assert found([LEFT_TO_USERBUFFERS]) == {}
+    assert "overlap" not in str(
+        found([cell("unexpected", 0, 8, op="reduce_scatter", phase="backward"), LEFT_TO_USERBUFFERS])
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "code"), [("deepep", "flex_dispatcher_off"), ("hybridep", "flex_dispatcher_off"), ("CUDA graph", "")]
+)
+def test_another_dispatcher(transport: str, code: str) -> None:
+    """The other dispatchers exchange over the expert-parallel group alone; a graph holds the same calls."""
+    outside = expected("all_to_all", 8, role="tp_ep", transport=transport)
+    cells = [
+        cell("unexpected", 0, 8, role="ep", op="all_to_all"),
+        cell("unknown", 8, 0, role="tp_ep", op="all_to_all", expected=(outside,), transport=transport),
+    ]
+    assert {c for c, _, _ in found(cells).values()} == ({code} if code else set())
+
+
+def test_cuda_graph_off() -> None:
+    captured = expected(transport="CUDA graph")
+    cells = [cell("unexpected", 0, 32), cell("unknown", 32, 0, expected=(captured,), transport="CUDA graph")]
+    assert found(cells)[0] == ("cuda_graph_off", "likely", (1,))
+
+
+# -- data parallel ---------------------------------------------------------------------------------------------------
+
+DP = {"role": "dp_cp", "phase": "other", "dtype": "float32"}
+
+
+def gradients(op: str = "all_reduce", calls: int = 1, **changes: Any) -> ExpectedCall:
+    """Gradients of 4096 floats (16384 bytes)."""
+    return expected(op, calls, **{"component": "gradients", **DP, **changes})
+
+
+def parameters(calls: int = 1, **changes: Any) -> ExpectedCall:
+    """Parameters of 4096 bf16 (8192 bytes)."""
+    return expected(
+        "all_gather", calls, **{"role": "dp_cp", "phase": "optimizer", "component": "parameters", **changes}
+    )
+
+
+PARAMETERS: dict[str, Any] = {"role": "dp_cp", "phase": "optimizer"}
+NO_DATA_JOB = Facts(Job(world_size=2, num_microbatches=4, bf16=True))
+
+
+def test_distributed_optimizer_off() -> None:
+    cells = [
+        cell("excess", 1, 1, **DP, op="all_reduce", payload=16384, expected=(gradients("reduce_scatter"),)),
+        cell("missing", 1, 0, **PARAMETERS, expected=(parameters(),)),
+    ]
+    assert found(cells) == {
+        0: ("distributed_optimizer_off", "proven", (1,)),
+        1: ("distributed_optimizer_off", "proven", (0,)),
+    }
+    assert sentence(cells) == (
+        "The job has the distributed optimizer on, but gradients are all-reduced and no parameter is gathered: it was off in "
+        "this run."
+    )
+    gathered = [cells[0], cell("match", 1, 1, **PARAMETERS, expected=(parameters(),))]
+    assert found(gathered) == {0: ("distributed_optimizer_off", "likely", ())}
+    some = [*cells, cell("match", 1, 1, **DP, op="reduce_scatter", expected=(gradients("reduce_scatter"),))]
+    assert "distributed_optimizer" not in str(found(some))
+
+
+def test_distributed_optimizer_on() -> None:
+    scattered = cell("missing", 1, 1, **DP, op="reduce_scatter", payload=16384, expected=(gradients(),))
+    cells = [scattered, cell("unexpected", 0, 1, **PARAMETERS)]
+    assert set(found(cells).values()) == {
+        ("distributed_optimizer_on", "proven", (1,)),
+        ("distributed_optimizer_on", "proven", (0,)),
+    }
+    assert found([scattered]) == {0: ("distributed_optimizer_on", "likely", ())}
+    captured = Facts(JOB, captured=Job(use_distributed_optimizer=True))
+    assert found([scattered], captured) == {0: ("distributed_optimizer_on", "proven", ())}
+
+
+@pytest.mark.parametrize(
+    ("expected_in", "made_in", "code"),
+    [("backward", "other", "overlap_grad_reduce_off"), ("other", "backward", "overlap_grad_reduce_on")],
+)
+def test_overlapped_gradients(expected_in: str, made_in: str, code: str) -> None:
+    in_buckets = {**DP, "op": "all_reduce", "payload": 16384}
+    cells = [
+        cell(
+            "missing", 2, 0, **{**in_buckets, "phase": expected_in}, expected=(gradients(calls=2, phase=expected_in),)
+        ),
+        cell("unexpected", 0, 1, **{**in_buckets, "phase": made_in, "payload": 32768}),
+    ]
+    assert found(cells) == {0: (code, "likely", (1,)), 1: (code, "likely", (0,))}
+    assert sentence(cells) == (
+        f"As many bytes as expected, but in {made_in} instead of {expected_in}: overlap_grad_reduce was {code[20:]} in this "
+        "run."
+    )
+    captured = Facts(JOB, captured=Job(overlap_grad_reduce=True))
+    assert found(cells, captured)[0][1] == "proven"
+    short = [cells[0], cell("unexpected", 0, 1, **{**in_buckets, "phase": made_in})]
+    assert "overlap" not in str(found(short))
+
+
+def test_overlapped_parameters() -> None:
+    cells = [
+        cell("missing", 1, 0, **{**PARAMETERS, "phase": "forward"}, expected=(parameters(phase="forward"),)),
+        cell("unexpected", 0, 1, **PARAMETERS),
+    ]
+    assert found(cells)[1] == ("overlap_param_gather_off", "likely", (0,))
+
+
+def test_bucket_size() -> None:
+    """One call of 16384 bytes instead of 4 of 4096, of which one was paired."""
+    small = gradients(calls=4, in_elems=1024, out_elems=1024)
+    cells = [cell("missing", 4, 1, **DP, op="all_reduce", payload=16384, expected=(small,))]
+    assert found(cells) == {0: ("bucket_size", "likely", ())}
+    assert sentence(cells) == (
+        "The same 16,384 bytes in 1 calls instead of 4 (all_reduce): buckets of another size (ddp_bucket_size, "
+        "ddp_num_buckets, or overlap, without which there is one)."
+    )
+    assert found(cells, Facts(JOB, captured=Job(ddp_bucket_size=7)))[0][1] == "proven"
+    apart = [
+        cell("missing", 4, 0, **DP, op="all_reduce", payload=4096, expected=(small,)),
+        cell("unexpected", 0, 2, **DP, op="all_reduce", payload=8192),
+    ]
+    assert found(apart)[1] == ("bucket_size", "likely", (0,))
+    less = [cell("missing", 4, 1, **DP, op="all_reduce", payload=16380, expected=(small,))]
+    assert "bucket_size" not in str(found(less))
+    assert "bucket_size" not in str(found([cell("missing", 4, 1, op="all_reduce", payload=16384, expected=(small,))]))
+
+
+def test_double_param_gather() -> None:
+    twice = [cell("excess", 1, 2, **PARAMETERS, expected=(parameters(),))]
+    assert found(twice) == {0: ("double_param_gather", "likely", ())}
+    assert sentence(twice) == (
+        "The same parameters are gathered 2 times a step; once is enough (overlap_param_gather gathers once)."
+    )
+    elsewhere = [
+        cell("unexpected", 0, 1, **{**PARAMETERS, "phase": "forward"}),
+        cell("match", 1, 1, **PARAMETERS, expected=(parameters(),)),
+    ]
+    assert found(elsewhere) == {0: ("double_param_gather", "likely", ())}
+    for near in (
+        [cell("unexpected", 0, 1, **PARAMETERS)],
+        [cell("excess", 2, 3, **PARAMETERS, expected=(parameters(2),))],
+        [cell("missing", 2, 1, **PARAMETERS, expected=(parameters(2),))],
+        [cell("excess", 1, 2)],
+    ):
+        assert "double_param_gather" not in str(found(near))
+
+
+def test_fp32_reduction() -> None:
+    narrow = gradients(dtype="bfloat16")
+    cells = [cell("excess", 1, 1, **DP, op="all_reduce", payload=16384, expected=(narrow,))]
+    assert found(cells) == {0: ("fp32_reduction", "proven", ())}
+    assert sentence(cells) == (
+        "Gradients are reduced as float32 instead of bfloat16, twice the bytes: --grad-reduce-in-bf16 is off in this run "
+        "(accumulate_allreduce_grads_in_fp32)."
+    )
+    wide = gradients()
+    half = {**DP, "dtype": "bfloat16"}
+    assert found([cell("missing", 1, 1, **half, op="all_reduce", expected=(wide,))])[0][0] == "dtype_differs"
+    gathered = parameters(phase="other")
+    assert found([cell("excess", 1, 1, **DP, payload=16384, expected=(gathered,))])[0][0] == "dtype_differs"
+
+
+def test_padding() -> None:
+    cells = [cell("excess", 1, 1, **DP, op="all_reduce", payload=16704, expected=(gradients(),))]
+    assert found(cells) == {0: ("padding", "likely", ())}
+    assert sentence(cells) == (
+        "16,704 bytes a call instead of 16,384: the buckets are padded further (pad_buckets_for_high_nccl_busbw, another "
+        "release)."
+    )
+    for payload in (16712, 16380):
+        other = [cell("excess", 1, 1, **DP, op="all_reduce", payload=payload, expected=(gradients(),))]
+        assert found(other)[0][0] == "size_differs"
+    assert found([cell("excess", payload=8200)])[0][0] == "size_differs"
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_expert_tensor_parallel() -> None:
+    made = [cell("unexpected", 0, 8, role="etp"), cell("unexpected", 0, 8, role="etp", op="reduce_scatter")]
+    assert found(made) == {
+        0: ("expert_tensor_parallel", "likely", (1,)),
+        1: ("expert_tensor_parallel", "likely", (0,)),
+    }
+    assert sentence(made) == (
+        "The run gathers and scatters tokens between expert tensor-parallel ranks, which the job does not have: "
+        "expert_tensor_parallel_size differs (where it is not set it is the tensor-parallel size)."
+    )
+    lost = [cell("missing", 8, 0, role="etp")]
+    assert sentence(lost).startswith(
+        "No token is gathered or scattered between the job's expert tensor-parallel ranks: "
+    )
+    captured = Facts(JOB, captured=Job(expert_tensor_parallel_size=1))
+    assert found(lost, captured) == {0: ("expert_tensor_parallel", "proven", ())}
+    assert "expert_tensor_parallel" not in str(found([cell("missing", 8, 4, role="etp")]))
+
+
+def test_recompute_moe() -> None:
+    cells = [cell("unexpected", 0, 16, phase="recompute", role=role, op="all_to_all") for role in ("ep", "tp_ep")]
+    assert found(cells)[0] == ("recompute_moe", "likely", (1,))
+    assert sentence(cells) == (
+        "32 exchanges of the experts are repeated inside the backward pass, and nothing else is: moe is among the recomputed "
+        "modules of this run, not of the job."
+    )
+    assert found([*cells, cell("unexpected", 0, 4, phase="recompute")])[0][0] == "recompute_full"
+    captured = Facts(JOB, captured=Job(recompute_granularity="selective", recompute_modules=("moe",)))
+    assert found(cells, captured)[0][1] == "proven"
+    asked = Facts(Job(recompute_granularity="selective", recompute_modules=("moe",)))
+    assert found(cells, asked) == {}
+
+
+@pytest.mark.parametrize(("verdict", "word"), [("missing", "send fewer"), ("excess", "exchange other")])
+def test_capacity(verdict: str, word: str) -> None:
+    cells = [cell(verdict, role="ep", op="all_to_all", payload=None, varies=True)]
+    assert found(cells) == {0: ("capacity", "likely", ())}
+    assert sentence(cells).startswith(f"The ranks {word} rows than tokens x experts per token")
+    assert "capacity" not in str(found([cell(verdict, got=31, role="ep", op="all_to_all", payload=None, varies=True)]))
+    assert "capacity" not in str(found([cell(verdict, role="ep", op="all_to_all")]))
+
+
+def test_shared_expert_overlap() -> None:
+    facts = Facts(JOB, captured=Job(moe_shared_expert_overlap=True))
+    cells = [cell("missing", got=24), cell("missing", got=1, role="dp"), cell("match", op="all_reduce")]
+    assert found(cells, facts) == {0: ("shared_expert_overlap", "likely", ())}
+    assert sentence(cells, facts).startswith("moe_shared_expert_overlap was on in this run")
+    assert "shared_expert" not in str(found(cells))
+
+
+# -- context and pipeline --------------------------------------------------------------------------------------------
+
+
+def test_cp_comm_type() -> None:
+    sends = expected("send", 16, role="cp", component="attention: K and V")
+    cells = [
+        cell("missing", 16, 0, role="cp", op="send", expected=(sends,)),
+        cell("unexpected", 0, 8, role="cp"),
+        cell("unexpected", 0, 8, role="cp", op="reduce_scatter", phase="backward"),
+    ]
+    assert {code for code, _, _ in found(cells).values()} == {"cp_comm_type"}
+    assert sentence(cells) == "Context parallelism runs as all_gather, the job's cp_comm_type gives p2p."
+    both_ways = [*cells, cell("match", 4, 4, role="cp", op="recv", expected=(expected("recv", 4, role="cp"),))]
+    assert "cp_comm_type" not in str(found(both_ways))
+    assert "cp_comm_type" not in str(found(cells[:1]))
+
+
+def stage(rank: int, sends: tuple[int, int], recvs: tuple[int, int]) -> list[CellView]:
+    """Messages of a stage, expected and measured."""
+    cells = []
+    for op, (wanted, got) in (("send", sends), ("recv", recvs)):
+        verdict = "match" if wanted == got else "excess" if got > wanted else "missing"
+        call = expected(op, wanted, role="pp")
+        cells.append(cell(verdict, wanted, got, role="pp", op=op, phase=None, ranks=(rank,), expected=(call,)))
+    return cells
+
+
+LOSS = cell("match", 12, 12, op="all_reduce", ranks=(3,))
+
+
+def test_virtual_stages() -> None:
+    """Four micro-batches: 2 v - 1 messages each way at the ends, 2 v in between; two chunks instead of one."""
+    four = Facts(Job(world_size=4, pipeline_model_parallel_size=4, num_microbatches=4, num_layers=8))
+    cells = [*stage(0, (4, 12), (4, 12)), *stage(1, (8, 16), (8, 16)), *stage(3, (4, 12), (4, 12)), LOSS]
+    assert {code for code, _, _ in found(cells, four).values()} == {"virtual_stages"}
+    assert found(cells, four)[0][1:] == ("likely", (1, 2, 3, 4, 5))
+    assert sentence(cells, four) == (
+        "The messages between stages are those of 2 model chunks a stage, the job has 1: "
+        "virtual_pipeline_model_parallel_size differs."
+    )
+    captured = Job(world_size=4, pipeline_model_parallel_size=4, num_layers=8, virtual_pipeline_model_parallel_size=2)
+    assert found(cells, Facts(four.job, captured=captured))[0][1] == "proven"
+    one_short = [*stage(0, (4, 12), (4, 11)), *stage(1, (8, 16), (8, 16)), LOSS]
+    assert "virtual_stages" not in str(found(one_short, four))
+    alone = [*stage(0, (4, 12), (4, 12))]
+    assert "virtual_stages" not in str(found(alone, four))
+    wrong_loss = [*cells[:-1], cell("excess", 12, 24, op="all_reduce", ranks=(3,))]
+    assert "virtual_stages" not in str(found(wrong_loss, four))
+
+
+def test_no_virtual_stages() -> None:
+    job = Job(
+        world_size=2, pipeline_model_parallel_size=2, num_microbatches=4, num_layers=4,
+        virtual_pipeline_model_parallel_size=2,
+    )  # fmt: skip
+    cells = [*stage(0, (12, 4), (12, 4)), *stage(1, (12, 4), (12, 4)), LOSS]
+    assert sentence(cells, Facts(job)).startswith(
+        "The messages between stages are those of 1 model chunk a stage, the job has 2"
+    )
+
+
 # -- one field -------------------------------------------------------------------------------------------------------
 
 

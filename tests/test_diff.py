@@ -89,7 +89,7 @@ def compare(tmp_path: Path) -> Iterator[Callable[..., Diff]]:
     """Writes a run and compares it with a job.
 
     by_rank: the calls of each rank in order of issue, 10 ns apart from 1000 ns on. steps: name of each step mark -> how
-    many calls lie in it. more: rows of other kinds. The rest goes to diff().
+    many calls lie in it. more: rows of other kinds. groups: name -> description and ranks. The rest goes to diff().
     """
     runs: list[Run] = []
 
@@ -101,6 +101,7 @@ def compare(tmp_path: Path) -> Iterator[Callable[..., Diff]]:
         more: Mapping[str, Sequence[Row]] | None = None,
         metadata: Mapping[str, Job] | None = None,
         world: int | None = 2,
+        groups: Mapping[str, tuple[str | None, list[int]]] = GROUPS,
         **options: Any,
     ) -> Diff:
         rows: dict[str, list[Row]] = {kind: list(given) for kind, given in (more or {}).items()}
@@ -117,7 +118,7 @@ def compare(tmp_path: Path) -> Iterator[Callable[..., Diff]]:
             rows.setdefault("rank", []).append(
                 {**common, "world_size": world, "window_start_ns": 0, "host_start_ns": 0}
             )
-            for name, (description, ranks) in GROUPS.items():
+            for name, (description, ranks) in groups.items():
                 group = {"group_id": name, "description": description, "group_size": len(ranks), "ranks": ranks}
                 rows.setdefault("process_group", []).append({**common, **group})
         path = tmp_path / f"run{len(runs)}.parquet"
@@ -287,25 +288,28 @@ def test_a_pattern_that_known_calls_fill_settles_nothing(compare: Callable[..., 
     assert [c.verdict for c in found.cells] == ["unknown", "match", "match", "match"]
 
 
+UNMODELLED = "decoder_seq_length"
+
+
 def test_not_modelled_is_never_a_match(compare: Callable[..., Diff]) -> None:
-    """tp_comm_overlap takes the layers' gathers and scatters out of torch: whatever is seen of them settles nothing."""
-    job = job_with(sequence_parallel=True, tp_comm_overlap=True)
-    gathers = calls(3, 32, [LINEAR], op="all_gather", out_elems=64)
-    scatters = calls(3, 64, ["_ReduceScatterToSequenceParallelRegion"], op="reduce_scatter", out_elems=32)
-    for rows in ([*gathers, *scatters], []):
-        found = compare(both(*rows, *LOSSES), job, min_coverage=0)
-        assert [(short(c), c.reason) for c in found.cells if c.verdict == "unknown"] == [
-            (("tp", "forward", op, "bfloat16", 128, 3, 3 if rows else 0, "unknown"), "not modelled: tp_comm_overlap")
-            for op in ("all_gather", "reduce_scatter")
-        ]
+    """Whatever is seen or not seen of the tensor-parallel group settles nothing."""
+    job = job_with(decoder_seq_length=2)
+    for rows in (FORWARD, []):
+        found = compare(both(*rows), job, min_coverage=0)
+        assert {(c.role, c.verdict, c.reason) for c in found.cells} == {
+            ("tp", "unknown", f"not modelled: {UNMODELLED}")
+        }
+        assert sum(c.calls_measured for c in found.cells) == len(rows)
 
 
 def test_not_modelled_reaches_cells_of_unknown_phase(compare: Callable[..., Diff]) -> None:
-    """Beside a kernel without a host there is no telling that it is not the overlapped gather."""
+    """Beside a kernel without a host there is no telling what it belongs to."""
     rows = calls(2, 7, op="all_gather", dtype="int64", completeness="kernel_only")
-    found = compare(both(*LOSSES, *rows), job_with(sequence_parallel=True, tp_comm_overlap=True), min_coverage=0)
+    found = compare(both(*LOSSES, *rows), job_with(decoder_seq_length=2), min_coverage=0)
     (cell,) = [c for c in found.cells if c.phase is None]
-    assert (cell.verdict, cell.reason) == ("unknown", "not modelled: tp_comm_overlap")
+    assert (cell.verdict, cell.reason) == ("unknown", f"not modelled: {UNMODELLED}")
+    assert (cell.calls_expected, cell.calls_measured) == (None, 2)
+    assert cell.payload_bytes_expected is cell.off_rank_bytes_expected is None
 
 
 def test_not_modelled_reaches_optimizer_calls_outside_the_optimizers_range(compare: Callable[..., Diff]) -> None:
@@ -317,15 +321,6 @@ def test_not_modelled_reaches_optimizer_calls_outside_the_optimizers_range(compa
         ("other", "not modelled: optimizer muon"),
         ("optimizer", "not modelled: optimizer muon"),
     ]
-
-
-def test_not_modelled_without_a_rule_expects_nobody_knows_what(compare: Callable[..., Diff]) -> None:
-    job = job_with(forward_only=False, use_distributed_optimizer=True)
-    found = compare(both(*calls(1, 100, group_id="dp_cp", group_size=4)), job, min_coverage=0)
-    gradients = next(c for c in found.cells if c.role == "dp_cp")
-    assert (gradients.verdict, gradients.reason) == ("unknown", "not modelled: use_distributed_optimizer")
-    assert (gradients.calls_expected, gradients.calls_measured) == (None, 1)
-    assert gradients.payload_bytes_expected is gradients.off_rank_bytes_expected is None
 
 
 def test_an_element_type_that_was_not_recorded(compare: Callable[..., Diff]) -> None:
@@ -689,6 +684,294 @@ def test_avoidable_bytes_of_the_calls_that_were_made(compare: Callable[..., Diff
     assert cell.avoidable == (("sp_input_regather", ""),)
 
 
+# -- sizes that depend on the routing --------------------------------------------------------------------------------
+
+EXPERTS = job_with(
+    tensor_model_parallel_size=1, expert_model_parallel_size=2, num_experts=4, moe_router_topk=2,
+    moe_token_dispatcher_type="alltoall",
+)  # fmt: skip
+EP_GROUPS: dict[str, tuple[str | None, list[int]]] = {
+    "ep": ("EXPERT_MODEL_PARALLEL_GROUP", [0, 1]),
+    "tp_ep": ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", [0, 1]),
+}
+COUNTS = calls(1, 4, ["f"], op="all_gather", dtype="int64", out_elems=8, group_id="tp_ep")
+
+
+def exchange(rank: int, sent: list[int], received: list[int], width: int = 8, **fields: Any) -> Row:
+    """One all-to-all of these rows to and from each rank."""
+    (row,) = calls(
+        1,
+        sum(sent) * width,
+        ["f"],
+        op="all_to_all",
+        out_elems=sum(received) * width,
+        in_splits=sent,
+        out_splits=received,
+        group_id="ep",
+        group_rank=rank,
+        **fields,
+    )
+    return row
+
+
+def routed(rank: int, sent: list[int], received: list[int]) -> list[Row]:
+    """A layer of one rank: 8 tokens to 2 experts each are 16 rows of 8, with a probability each, there and back."""
+    there = exchange(rank, sent, received)
+    return [*COUNTS, there, exchange(rank, sent, received, 1), exchange(rank, received, sent)]
+
+
+UNEVEN = {0: routed(0, [6, 10], [6, 4]), 1: routed(1, [4, 12], [10, 12])}
+
+
+def test_rows_that_the_router_decides(compare: Callable[..., Diff]) -> None:
+    """Rank 0 gets 10 rows and rank 1 gets 22, where balanced routing gives 16; 16 go out either way."""
+    found = compare(UNEVEN, EXPERTS, groups=EP_GROUPS)
+    assert (found.verdict, found.exit_code) == ("match", 0)
+    rows, probabilities = [c for c in found.cells if c.role == "ep"]
+    assert (rows.components, rows.calls_expected, rows.calls_measured) == (
+        ("experts.dispatch", "experts.combine"),
+        2,
+        2,
+    )
+    assert (rows.varies, rows.spread, rows.conserved, rows.ranks) == (True, (32, 20, 44), True, (0, 1))
+    assert (rows.payload_bytes_each, rows.payload_bytes_expected, rows.off_rank_bytes_expected) == (None, 512, 256)
+    # rank 0 sends 10 of 16 rows away and 4 of 10 back, rank 1 sends 4 of 16 and 10 of 22; a row is 16 bytes
+    assert rows.off_rank_bytes_measured == Fraction((10 + 4) + (4 + 10), 2) * 16
+    assert (probabilities.components, probabilities.spread) == (("experts.dispatch probabilities",), (16, 10, 22))
+
+
+def test_roles_of_routed_calls_by_their_width(compare: Callable[..., Diff]) -> None:
+    """Groups without a name: no other expected exchange has rows of 8 elements, or of one."""
+    nameless = {
+        rank: [
+            {**row, "group_id": "?", "group_size": None, "group_rank": None} if row["op"] == "all_to_all" else row
+            for row in rows
+        ]
+        for rank, rows in UNEVEN.items()
+    }
+    found = compare(nameless, EXPERTS, groups={**EP_GROUPS, "?": (None, [0, 1])})
+    cells_ = [c for c in found.cells if c.role == "ep"]
+    assert [(c.verdict, c.conserved, c.role_evidence) for c in cells_] == [("match", True, ("pattern",))] * 2
+    # which rows stay is told by the rank's place in the group: as in the test above
+    assert cells_[0].off_rank_bytes_measured == Fraction((10 + 4) + (4 + 10), 2) * 16
+    assert found.exit_code == 0
+
+
+def test_own_rows_are_exact(compare: Callable[..., Diff]) -> None:
+    """A rank that sends 14 of its 16 rows has dropped two."""
+    dropped = {0: routed(0, [4, 10], [4, 4]), 1: routed(1, [4, 12], [10, 12])}
+    found = compare(dropped, EXPERTS, groups=EP_GROUPS)
+    assert [(c.ranks, c.verdict, c.cause and c.cause.code) for c in found.cells if c.role == "ep"] == [
+        ((0,), "missing", "capacity"),
+        ((0,), "missing", "capacity"),
+        ((1,), "match", None),
+        ((1,), "match", None),
+    ]
+
+
+def test_routed_calls_are_counted(compare: Callable[..., Diff]) -> None:
+    found = compare({r: [*rows, rows[1]] for r, rows in UNEVEN.items()}, EXPERTS, groups=EP_GROUPS)
+    (cell,) = [c for c in found.cells if c.verdict == "excess"]
+    assert (cell.role, cell.calls_expected, cell.calls_measured) == ("ep", 2, 3)
+
+
+def test_rows_sent_are_rows_received(compare: Callable[..., Diff]) -> None:
+    """Rank 1 gets one row more than was sent to it, and sends it on."""
+    more = {0: UNEVEN[0], 1: routed(1, [4, 12], [11, 12])}
+    found = compare(more, EXPERTS, groups=EP_GROUPS)
+    differing = [c for c in found.cells if c.verdict != "match"]
+    # one row too many arrives with the probabilities; the rows come back, so there both sides grow alike
+    assert [(c.components, c.conserved, c.cause and c.cause.code) for c in differing] == [
+        (("experts.dispatch probabilities",), False, "rows_not_conserved")
+    ]
+
+
+def test_conservation_needs_every_rank(compare: Callable[..., Diff]) -> None:
+    found = compare({1: UNEVEN[1]}, EXPERTS, groups=EP_GROUPS)
+    assert [(c.verdict, c.conserved) for c in found.cells if c.role == "ep"] == [("match", None)] * 2
+
+
+def test_a_width_that_was_not_recorded(compare: Callable[..., Diff]) -> None:
+    """Without splits the expected size that is nearest tells hidden states from probabilities."""
+    bare = {r: [{**row, "in_splits": None, "out_splits": None} for row in rows] for r, rows in UNEVEN.items()}
+    found = compare(bare, EXPERTS, groups=EP_GROUPS)
+    assert [(c.verdict, c.calls_measured) for c in found.cells if c.role == "ep"] == [("match", 2), ("match", 1)]
+
+
+# -- outside torch.distributed ---------------------------------------------------------------------------------------
+
+OVERLAPPED = job_with(sequence_parallel=True, tp_comm_overlap=True)
+OUTSIDE = ("tp", "forward", "reduce_scatter", "bfloat16", 128, 2, 0, "unknown")
+
+
+def test_what_torch_does_not_carry_is_not_missing(compare: Callable[..., Diff]) -> None:
+    """userbuffers scatter behind both layers; the embedding is still torch's."""
+    found = compare(both(*GATHERS, *SCATTERS[:1], *LOSSES), OVERLAPPED)
+    assert [(short(c), c.reason, c.transport) for c in found.cells if c.verdict != "match"] == [
+        (OUTSIDE, "not carried by torch.distributed: userbuffers", "userbuffers")
+    ]
+    assert (found.verdict, found.exit_code) == ("match", 0)
+
+
+def test_kernels_of_the_transport_are_named(compare: Callable[..., Diff]) -> None:
+    kernels = [kernel(2000 + 100 * i, 10, name="userbuffers_fp16_sum_inplace_gpu_rr_rs") for i in range(2)]
+    found = compare(both(*GATHERS, *SCATTERS[:1], *LOSSES), OVERLAPPED, more={"kernel": kernels}, min_coverage=0)
+    (cell,) = [c for c in found.cells if c.verdict == "unknown"]
+    assert cell.reason == "not carried by torch.distributed: userbuffers (the run holds 2 kernels of it)"
+
+
+def test_calls_that_torch_should_not_have_made(compare: Callable[..., Diff]) -> None:
+    found = compare(both(*GATHERS, *SCATTERS, *LOSSES), OVERLAPPED)
+    assert [(short(c), c.cause and c.cause.code, c.related) for c in found.cells if c.verdict != "match"] == [
+        (("tp", "forward", "reduce_scatter", "bfloat16", 128, 1, 3, "excess"), "tp_comm_overlap_off", (1,)),
+        (OUTSIDE, "tp_comm_overlap_off", (0,)),
+    ]
+
+
+# -- the first step --------------------------------------------------------------------------------------------------
+
+REPLICAS = job_with(
+    tensor_model_parallel_size=1, forward_only=False, overlap_grad_reduce=True, padded_vocab_size=16
+)  # fmt: skip
+DP_GROUPS: dict[str, tuple[str | None, list[int]]] = {"dp_cp": ("DATA_PARALLEL_GROUP_WITH_CP", [0, 1])}
+# 16 * 8 embedding, 8 * 24 + 8 * 8 attention, 2 * 8 * 32 mlp, 3 * 2 * 8 LayerNorms
+GRADIENTS = 128 + 256 + 512 + 48
+AFTER_BACKWARD = calls(1, GRADIENTS, dtype="float32", group_id="dp_cp")
+ACCUMULATE = ["torch::autograd::AccumulateGrad", "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"]
+IN_BACKWARD = calls(1, GRADIENTS, ACCUMULATE, dtype="float32", group_id="dp_cp")
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "differing"),
+    [
+        ((AFTER_BACKWARD, IN_BACKWARD), 3, ()),
+        ((IN_BACKWARD, IN_BACKWARD), None, ()),
+        ((IN_BACKWARD, AFTER_BACKWARD), None, (4,)),
+        ((AFTER_BACKWARD, AFTER_BACKWARD), 3, (4,)),
+    ],
+)
+def test_a_first_step(
+    compare: Callable[..., Diff], steps: tuple[list[Row], list[Row]], first: int | None, differing: tuple[int, ...]
+) -> None:
+    """In the first step of a process gradients are summed behind the backward pass: in the earliest step, and no other."""
+    marks = {"ProfilerStep#3": len(steps[0]), "ProfilerStep#4": len(steps[1])}
+    found = compare(both(*steps[0], *steps[1]), REPLICAS, steps=marks, groups=DP_GROUPS)
+    assert found.first_step == first
+    assert {s for c in found.cells for s in c.steps if c.verdict != "match"} == set(differing)
+
+
+# -- causes of gradients that differ ---------------------------------------------------------------------------------
+
+FLOATS: Row = {"dtype": "float32", "group_id": "dp_cp"}
+SCATTERED = calls(1, 1024, op="reduce_scatter", dtype="float32", out_elems=512, group_id="dp_cp")
+GATHERED = calls(1, 512, op="all_gather", out_elems=1024, group_id="dp_cp")
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "given"),
+    [
+        pytest.param(
+            AFTER_BACKWARD,
+            {"use_distributed_optimizer": True},
+            [("all_reduce", "distributed_optimizer_off"), ("all_gather", "distributed_optimizer_off")],
+            id="no distributed optimizer",
+        ),
+        pytest.param(
+            [*SCATTERED, *GATHERED],
+            {},
+            [("reduce_scatter", "distributed_optimizer_on"), ("all_gather", "distributed_optimizer_on")],
+            id="a distributed optimizer",
+        ),
+        pytest.param(
+            calls(2, GRADIENTS // 2, **FLOATS),
+            {},
+            [("all_reduce", "bucket_size")],
+            id="two buckets",
+        ),
+        pytest.param(
+            [*calls(1, GRADIENTS - 100, **FLOATS), *calls(1, 100, **FLOATS)],
+            {},
+            [("all_reduce", "bucket_size"), ("all_reduce", "bucket_size")],
+            id="unequal buckets",
+        ),
+        pytest.param(
+            AFTER_BACKWARD, {"grad_reduce_in_bf16": True}, [("all_reduce", "fp32_reduction")], id="in 32 bits"
+        ),
+        pytest.param(IN_BACKWARD, {}, [("all_reduce", "overlap_grad_reduce_on")] * 2, id="overlapped"),
+    ],
+)
+def test_causes_of_gradients(
+    compare: Callable[..., Diff], rows: list[Row], changes: dict[str, Any], given: list[tuple[str, str]]
+) -> None:
+    """Two replicas; expected is one all-reduce of 944 floats, unless the job says otherwise."""
+    job = job_with(tensor_model_parallel_size=1, forward_only=False, **changes)
+    found = compare(both(*rows), job, groups=DP_GROUPS)
+    differing = [c for c in found.cells if c.verdict in ("excess", "missing", "unexpected") and c.role == "dp_cp"]
+    assert [(c.op, c.cause and c.cause.code) for c in differing] == given
+
+
+# -- messages between stages -----------------------------------------------------------------------------------------
+
+STAGES = job_with(
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=4, world_size=4, num_layers=4, forward_only=False
+)  # fmt: skip
+PP_GROUPS: dict[str, tuple[str | None, list[int]]] = {"pp": ("PIPELINE_MODEL_PARALLEL_GROUP", [0, 1, 2, 3])}
+
+
+def messages(peers: tuple[int | None, int | None], **fields: Any) -> list[Row]:
+    """What stage 1 exchanges for one micro-batch with the previous and the next stage."""
+    previous, following = peers
+    common: Row = {"group_id": "pp", "group_size": 4, **fields}
+    return [
+        *calls(1, 64, op="recv", peer=previous, **common),
+        *calls(1, 64, op="send", peer=following, **common),
+        *calls(1, 64, op="recv", peer=following, **common),
+        *calls(1, 64, op="send", peer=previous, **common),
+    ]
+
+
+def test_the_peer_tells_activations_from_gradients(compare: Callable[..., Diff]) -> None:
+    found = compare({1: messages((0, 2))}, STAGES, world=4, groups=PP_GROUPS, min_coverage=0)
+    assert [short(c) for c in found.cells if c.role == "pp"] == [
+        ("pp", phase, op, "bfloat16", 128, 1, 1, "match")
+        for phase in ("forward", "backward")
+        for op in ("recv", "send")
+    ]
+
+
+def test_without_a_peer_both_are_one_cell(compare: Callable[..., Diff]) -> None:
+    found = compare({1: messages((None, None))}, STAGES, world=4, groups=PP_GROUPS, min_coverage=0)
+    assert [short(c) for c in found.cells if c.role == "pp"] == [
+        ("pp", None, op, "bfloat16", 128, 2, 2, "match") for op in ("recv", "send")
+    ]
+    assert {c.components for c in found.cells if c.role == "pp"} == {("activations", "gradients")}
+
+
+def test_messages_to_the_wrong_side(compare: Callable[..., Diff]) -> None:
+    """Two activations sent back instead of on: one too many there, one too few here."""
+    rows = messages((0, 2))
+    rows[1]["peer"] = 0
+    found = compare({1: rows}, STAGES, world=4, groups=PP_GROUPS, min_coverage=0)
+    assert [short(c) for c in found.cells if c.role == "pp" and c.verdict != "match"] == [
+        ("pp", "forward", "send", "bfloat16", 128, 1, 0, "missing"),
+        ("pp", "backward", "send", "bfloat16", 128, 1, 2, "excess"),
+    ]
+
+
+def test_kinds_of_several_roles_that_look_alike(compare: Callable[..., Diff]) -> None:
+    """The norms of the dense and of the expert gradients: one number each, on groups that the recording does not tell."""
+    job = job_with(
+        forward_only=False, tensor_model_parallel_size=1, expert_model_parallel_size=2, num_experts=4, moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+    )  # fmt: skip
+    found = compare(both(*calls(2, 1, dtype="float32", group_id="?", group_size=None)), job, min_coverage=0)
+    norms = [c for c in found.cells if c.components == ("gradient norm",)]
+    assert [(c.role, c.calls_measured, c.verdict, c.role_evidence) for c in norms] == [
+        ("mp", 1, "match", ("shared pattern",)),
+        ("tp_ep_pp", 1, "match", ("shared pattern",)),
+    ]
+
+
 # -- coverage and exit codes -----------------------------------------------------------------------------------------
 
 
@@ -809,6 +1092,21 @@ def test_the_releases_that_fit(compare: Callable[..., Diff]) -> None:
     assert (neither.version, neither.verdict) == (">=0.8", "differs")
     said = compare(both(*GATHERS, *SCATTERS, *LOSSES), SP)
     assert (said.versions_tried, said.version) == (("0.16",), "0.16")
+    assert said.versions_apart == ()
+
+
+def test_what_tells_the_other_releases_apart(compare: Callable[..., Diff]) -> None:
+    unknown = job_with(sequence_parallel=True, megatron_core_version=None)
+    new = compare(both(*GATHERS, *SCATTERS, *LOSSES), unknown)
+    (apart,) = new.versions_apart
+    assert (apart.releases, [short(c) for c in apart.cells]) == (
+        "<=0.7",
+        [
+            ("tp", "forward", "reduce_scatter", "bfloat16", 128, 2, 3, "excess"),
+            ("tp", "forward", "all_reduce", "bfloat16", 128, 1, 0, "missing"),
+        ],
+    )
+    assert apart.cells[1].components == ("embedding",)
 
 
 def test_the_documents_rules(compare: Callable[..., Diff]) -> None:

@@ -319,3 +319,164 @@ def test_three_micro_batches_instead_of_four(gloo: Callable[[str], Path]) -> Non
         found = diff(run, gloo_job(num_microbatches=3))
     given = {c.cause.sentence for c in found.cells if c.cause is not None}
     assert given == {"Every count is 4/3 of the expected one: the step had 4 micro-batches, the job says 3."}
+
+
+# -- every configuration of megatron-core over gloo ------------------------------------------------------------------
+
+DATA = {"tensor_model_parallel_size": 1}
+DISTRIBUTED = {**DATA, "use_distributed_optimizer": True}
+MOE = {**DATA, "expert_model_parallel_size": 2, "num_experts": 4, "moe_router_topk": 2}
+CONTEXT = {
+    **DATA,
+    "context_parallel_size": 2,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+ALL_JOBS: dict[str, Job] = {
+    **JOBS,
+    "dp2": gloo_job(**DATA),
+    "dp2_distopt": gloo_job(**DISTRIBUTED),
+    "dp2_distopt_overlap": gloo_job(
+        **DISTRIBUTED, overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=40_000
+    ),
+    "dp2_megatron_fsdp": gloo_job(
+        **DISTRIBUTED, use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+    ),
+    "dp2_torch_fsdp2": gloo_job(
+        **DATA,
+        bf16=False,
+        use_torch_fsdp2=True,
+        untie_embeddings_and_output_weights=True,
+        transformer_impl="local",
+    ),
+    "cp2_te_p2p": gloo_job(**CONTEXT, cp_comm_type=("p2p",)),
+    "cp2_te_all_gather": gloo_job(**CONTEXT, cp_comm_type=("all_gather",)),
+    "cp2_te_a2a": gloo_job(**CONTEXT, cp_comm_type=("a2a",)),
+    "pp2": gloo_job(**DATA, pipeline_model_parallel_size=2),
+    "pp2_vpp2": gloo_job(**DATA, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "pp2_vpp2_overlap": gloo_job(
+        **DATA, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True
+    ),
+    "pp4": gloo_job(**DATA, pipeline_model_parallel_size=4, world_size=4),
+    "tp2pp2_sp": gloo_job(pipeline_model_parallel_size=2, sequence_parallel=True, world_size=4),
+    "ep2_alltoall": gloo_job(**MOE, moe_token_dispatcher_type="alltoall"),
+    "ep2_allgather": gloo_job(**MOE, moe_token_dispatcher_type="allgather"),
+}
+FIRST_STEPS = {"dp2_distopt_overlap", "dp2_megatron_fsdp"}
+"""What overlaps runs at other places in the first step, and these recordings are of the first step."""
+
+
+def recorded_calls(path: Path, rank: int) -> int:
+    """Calls of one rank in its first step, on groups of any size, as the recorder inside the job counted them."""
+    with gzip.open(path, "rt", newline="") as text:
+        rows = [r for r in csv.DictReader(text) if r["phase"].startswith("step0:") and int(r["rank"]) == rank]
+    return sum(int(r["count"]) for r in rows)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", ALL_JOBS)
+def test_every_configuration_matches(gloo: Callable[[str], Path], shared: Callable[[str], Path], name: str) -> None:
+    """Every call of every rank has a cell, every cell matches, and no expected call is left over."""
+    job = ALL_JOBS[name]
+    with Run.open(gloo(name)) as run:
+        found = diff(run, job)
+    assert {(c.verdict, c.reason) for c in found.cells} == {("match", None)}
+    assert (found.verdict, found.exit_code, found.coverage.attributed, found.coverage.judged) == ("match", 0, 1, 1)
+    assert found.coverage.ranks_present == tuple(range(job.world_size or 0))
+    assert found.first_step == (0 if name in FIRST_STEPS else None)
+    for rank in found.coverage.ranks_present:
+        mine = [c for c in found.cells if rank in c.ranks]
+        moving = [c for c in mine if c.group_size != 1]  # gloo makes no call on a group of one rank
+        assert sum(c.calls_expected or 0 for c in moving) == sum(c.calls_measured for c in moving)
+        assert sum(c.calls_measured for c in mine) <= recorded_calls(shared(f"megatron_recorded/{name}.csv.gz"), rank)
+
+
+@pytest.mark.shared
+def test_the_stages_in_between_send_both_ways(gloo: Callable[[str], Path]) -> None:
+    """Activations on, gradients back, of one size; the recording does not name the peers, so they share a cell."""
+    with Run.open(gloo("pp4")) as run:
+        found = diff(run, ALL_JOBS["pp4"])
+    assert {(c.stage, c.op, c.phase, c.calls_measured, c.components) for c in found.cells if c.role == "pp"} == {
+        (0, "send", "forward", 4, ("activations",)),
+        (0, "recv", "backward", 4, ("gradients",)),
+        (1, "send", None, 8, ("activations", "gradients")),
+        (1, "recv", None, 8, ("activations", "gradients")),
+        (2, "send", None, 8, ("activations", "gradients")),
+        (2, "recv", None, 8, ("activations", "gradients")),
+        (3, "recv", "forward", 4, ("activations",)),
+        (3, "send", "backward", 4, ("gradients",)),
+    }
+
+
+@pytest.mark.shared
+def test_rows_that_the_router_decided(gloo: Callable[[str], Path]) -> None:
+    """16 exchanges (4 layers, 4 micro-batches) of 128 rows: exact are the own ones, and that none is lost."""
+    with Run.open(gloo("ep2_alltoall")) as run:
+        found = diff(run, ALL_JOBS["ep2_alltoall"])
+        ((received,),) = run.tuples(
+            "SELECT sum(out_elems)::BIGINT FROM comm WHERE rank = 0 AND op = 'all_to_all' AND out_elems < 512 "
+            "AND phase = 'forward' AND role = 'ep'"
+        )
+    exchanges = [c for c in found.cells if c.op == "all_to_all"]
+    assert [(c.role, c.phase, c.calls_measured, c.varies, c.conserved) for c in exchanges] == [
+        ("ep", "forward", 32, True, True),
+        ("ep", "forward", 16, True, True),
+        ("ep", "backward", 32, True, True),
+        ("ep", "backward", 16, True, True),
+    ]
+    probabilities = exchanges[1].spread
+    assert probabilities is not None
+    assert probabilities.balanced == 16 * 128
+    # two ranks: what one gets beyond its half the other one lacks
+    assert probabilities.least + probabilities.most == 2 * probabilities.balanced
+    assert received in (probabilities.least, probabilities.most)
+
+
+@pytest.mark.shared
+def test_expert_tensor_parallelism_as_gloo_does_it(gloo: Callable[[str], Path]) -> None:
+    """gloo has no uneven gather and scatter: the recording has a broadcast from each of two ranks, or an all-reduce.
+
+    Only where two ranks happened to get as many rows it has the operation itself. All else matches.
+    """
+    job = gloo_job(
+        world_size=4,
+        sequence_parallel=True,
+        expert_model_parallel_size=2,
+        num_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+    )
+    with Run.open(gloo("tp2ep2_sp_alltoall")) as run:
+        found = diff(run, job)
+    assert {c.role for c in found.cells if c.verdict != "match"} == {"etp", None}
+    assert {c.verdict for c in found.cells} == {"match", "unknown"}
+    for rank in range(4):
+        wanted: Counter[tuple[str | None, str | None]] = Counter()
+        made: Counter[tuple[str | None, str | None]] = Counter()
+        for c in found.cells:
+            if c.role == "etp" and rank in c.ranks:
+                wanted[c.op, c.phase] += c.calls_expected or 0
+            if c.role is None and rank in c.ranks:
+                made[c.op, c.phase] += c.calls_measured
+        for phase, gathers, scatters in (("forward", 32, 16), ("backward", 16, 32)):
+            assert (wanted["all_gather", phase], wanted["reduce_scatter", phase]) == (gathers, scatters)
+            assert made["all_gather", phase] + made["broadcast", phase] // 2 == gathers
+            assert made["reduce_scatter", phase] + made["all_reduce", phase] == scatters
+    assert found.exit_code == 3
+
+
+@pytest.mark.shared
+def test_the_release_of_a_recording(gloo: Callable[[str], Path]) -> None:
+    """megatron-core 0.16.1: earlier ones overlap gradients in the first step too, later ones agree on a norm's groups."""
+    job = gloo_job(
+        **{**DISTRIBUTED, "megatron_core_version": None},
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        ddp_bucket_size=40_000,
+    )
+    with Run.open(gloo("dp2_distopt_overlap")) as run:
+        found = diff(run, job)
+    assert (found.version, found.verdict) == ("0.16-0.18", "match")
+    apart = {a.releases: {(c.role, c.op, c.components, c.verdict) for c in a.cells} for a in found.versions_apart}
+    assert apart[">=0.19"] == {("dist_opt", "all_reduce", ("gradient norm groups",), "missing")}
+    assert ("dp_cp", "reduce_scatter", ("gradients",), "missing") in apart["0.13-0.15"]

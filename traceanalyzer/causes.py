@@ -6,8 +6,10 @@ join cells; each then names the others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from traceanalyzer import traffic
@@ -31,9 +33,20 @@ GROUP_OF_ONE = Cause(
 )
 
 
+NOT_CONSERVED = Cause(
+    "rows_not_conserved",
+    "The ranks of this group did not receive as many rows as they sent in the same step: the recording lacks or repeats "
+    "calls, or the exchange was wrong.",
+    "proven",
+)
+
+
 @dataclass(frozen=True)
 class CellView:
-    """What a cause may look at of a cell. Calls are per rank and step; payload is of one call."""
+    """What a cause may look at of a cell. Calls are per rank and step; payload is of one call, rows are of a step.
+
+    transport: what carries expected traffic outside torch.distributed. varies, spread: as in matching.Cell.
+    """
 
     role: str | None
     op: str | None
@@ -46,6 +59,9 @@ class CellView:
     expected: tuple[ExpectedCall, ...] = ()
     ranks: tuple[int, ...] = (0,)
     steps: tuple[int, ...] = (0,)
+    transport: str = ""
+    varies: bool = False
+    spread: tuple[int, int, int] | None = None
 
     @property
     def differs(self) -> bool:
@@ -62,6 +78,16 @@ class CellView:
         """Elements that the payload counts; None if unknown."""
         size = traffic.element_bytes(self.dtype)
         return None if self.payload is None or not size else self.payload // size
+
+    @property
+    def bytes_expected(self) -> int:
+        """Payload of all expected calls."""
+        return sum(c.payload_bytes * c.calls for c in self.expected)
+
+    @property
+    def bytes_measured(self) -> int | None:
+        """Payload of all measured calls; None if unknown or various."""
+        return 0 if not self.calls_measured else None if self.payload is None else self.payload * self.calls_measured
 
     @property
     def paired(self) -> bool:
@@ -159,6 +185,9 @@ def _recompute_on(cells: Sequence[CellView], facts: Facts) -> Found:
     joined = tuple(i for i, c in enumerate(cells) if c.phase == "recompute" and c.verdict in ("unexpected", "excess"))
     if not joined:
         return
+    if all(cells[i].role in _EXPERTS for i in joined):
+        yield from _recompute_moe(cells, facts, joined)
+        return
     confirmed = facts.captured is not None and facts.captured.recompute_granularity == "full"
     first = cells[joined[0]]
     calls = sum(
@@ -172,6 +201,26 @@ def _recompute_on(cells: Sequence[CellView], facts: Facts) -> Found:
             "recompute_full",
             f"{calls} forward calls are repeated inside the backward pass: recomputation is on, {asked}{captured}.",
             "proven" if confirmed else "likely",
+        ),
+        joined,
+    )
+
+
+def _recompute_moe(cells: Sequence[CellView], facts: Facts, joined: tuple[int, ...]) -> Found:
+    """Exchanges of the experts, and only those, are repeated: the mixture-of-experts layer is recomputed."""
+
+    def on(job: Job | None) -> bool:
+        return job is not None and "moe" in job.recompute_modules
+
+    if on(facts.job):
+        return
+    yield (
+        Cause(
+            "recompute_moe",
+            f"{sum(cells[i].surplus for i in joined if cells[i].ranks == cells[joined[0]].ranks)} exchanges of the experts "
+            "are repeated inside the backward pass, and nothing else is: moe is among the recomputed modules of this run, "
+            f"not of the job{'; the captured job has it' if on(facts.captured) else ''}.",
+            "proven" if on(facts.captured) else "likely",
         ),
         joined,
     )
@@ -230,6 +279,278 @@ def _sequence_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
         )
 
 
+_EXPERTS = frozenset({"ep", "etp", "tp_ep"})
+_DATA = frozenset({"dp_cp", "edp", "intra_dp_cp", "intra_edp", "inter_dist_opt"})
+_STAGES = frozenset({"pp", "world"})
+
+
+def _captured(facts: Facts, name: str) -> bool:
+    """Whether the captured job has another value of an option than the one that is compared."""
+    return facts.captured is not None and getattr(facts.captured, name) != getattr(facts.job, name)
+
+
+def _outside_off(cells: Sequence[CellView], _: Facts) -> Found:
+    """Calls that torch.distributed made where the job lets something else carry the bytes."""
+    words = {
+        "userbuffers": ("tp_comm_overlap_off", "tp_comm_overlap is off in this run"),
+        "deepep": ("flex_dispatcher_off", "the flex dispatcher is not used in this run"),
+        "hybridep": ("flex_dispatcher_off", "the flex dispatcher is not used in this run"),
+        "CUDA graph": ("cuda_graph_off", "they are not captured in a graph in this run"),
+    }
+    for transport, (code, said) in words.items():
+        outside = [i for i, c in enumerate(cells) if c.transport == transport]
+        kinds = {(c.role, c.op, c.phase) for i in outside for c in cells[i].expected}
+        if code == "flex_dispatcher_off":  # the other dispatchers use other operations, and the group of EP alone
+            kinds |= {(role, op, phase) for _, _, phase in kinds for role in _EXPERTS for op in _EXCHANGES}
+        made = [
+            i for i, c in enumerate(cells) if c.verdict in ("unexpected", "excess") and (c.role, c.op, c.phase) in kinds
+        ]
+        if made:
+            yield (
+                Cause(
+                    code,
+                    f"torch.distributed made calls that the job leaves to {transport}: {said}, in whole or in part.",
+                    "likely",
+                ),
+                (*made, *outside),
+            )
+
+
+_EXCHANGES = ("all_to_all", "all_gather", "reduce_scatter")
+
+
+def _context_variant(cells: Sequence[CellView], _: Facts) -> Found:
+    """Context parallelism by other operations than the job's variant uses."""
+    variants = {"send": "p2p", "recv": "p2p", "all_gather": "all_gather", "reduce_scatter": "all_gather"}
+    variants["all_to_all"] = "a2a"
+    here = {i: c for i, c in enumerate(cells) if c.role == "cp" and c.verdict != "unknown"}
+    wanted = {variants.get(call.op) for c in here.values() for call in c.expected}
+    made = {variants.get(c.op or "") for c in here.values() if c.calls_measured}
+    if not wanted or not made or None in made or not wanted.isdisjoint(made):
+        return
+    run, job = ("+".join(sorted(v for v in kinds if v)) for kinds in (made, wanted))
+    yield (
+        Cause("cp_comm_type", f"Context parallelism runs as {run}, the job's cp_comm_type gives {job}.", "proven"),
+        tuple(i for i, c in here.items() if c.differs),
+    )
+
+
+def _distributed_optimizer(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Gradients all-reduced where the job shards its optimizer, or the other way."""
+    for role in sorted(_DATA - {"inter_dist_opt"}):
+        here = {i: c for i, c in enumerate(cells) if c.role == role and c.verdict != "unknown"}
+        joined = tuple(i for i, c in here.items() if c.differs and c.op in ("all_reduce", *_EXCHANGES))
+        wanted = {call.op for c in here.values() for call in c.expected if "gradients" in call.component}
+        made = {c.op for c in here.values() if c.calls_measured}
+        if not joined:
+            continue
+        said = _captured(facts, "use_distributed_optimizer")
+        if "reduce_scatter" in wanted and "all_reduce" in made and "reduce_scatter" not in made:
+            gathers = "all_gather" in made
+            yield (
+                Cause(
+                    "distributed_optimizer_off",
+                    "The job has the distributed optimizer on, but gradients are all-reduced"
+                    f"{'' if gathers else ' and no parameter is gathered'}: it was off in this run.",
+                    "likely" if gathers and not said else "proven",
+                ),
+                joined,
+            )
+        elif wanted == {"all_reduce"} and "reduce_scatter" in made:
+            yield (
+                Cause(
+                    "distributed_optimizer_on",
+                    "The job has the distributed optimizer off, but gradients are reduce-scattered"
+                    f"{' and parameters gathered' if 'all_gather' in made else ''}: it was on in this run.",
+                    "proven" if "all_gather" in made or said else "likely",
+                ),
+                joined,
+            )
+
+
+def _alike_in_bytes(cells: Sequence[CellView], joined: Sequence[int]) -> bool:
+    """Whether as many bytes were sent as expected, over these cells of the same ranks and steps."""
+    measured = [cells[i].bytes_measured for i in joined]
+    return None not in measured and sum(b or 0 for b in measured) == sum(cells[i].bytes_expected for i in joined) > 0
+
+
+def _data_cells(cells: Sequence[CellView]) -> Iterator[tuple[str, str, list[int]]]:
+    """Data-parallel cells that differ, by role and operation, in the same ranks and steps."""
+    found: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for i, c in enumerate(cells):
+        if c.role in _DATA and c.op in ("all_reduce", *_EXCHANGES) and c.verdict != "unknown":
+            found.setdefault((c.role or "", c.op or "", c.ranks, c.steps), []).append(i)
+    for (role, op, *_), here in found.items():
+        if any(cells[i].differs for i in here):
+            yield role, op, here
+
+
+def _overlap(cells: Sequence[CellView], facts: Facts) -> Found:
+    """As many bytes of gradients or parameters in another phase: overlapped although the job does not, or not at all."""
+    options = {"all_gather": ("overlap_param_gather", "forward"), "reduce_scatter": ("overlap_grad_reduce", "backward")}
+    options["all_reduce"] = options["reduce_scatter"]
+    for _, op, here in _data_cells(cells):
+        if op not in options:
+            continue
+        option, early = options[op]
+        missing = {c.phase for i in here for c in cells[i].expected if cells[i].calls_measured == 0}
+        made = {cells[i].phase for i in here if cells[i].calls_measured and cells[i].differs}
+        joined = tuple(i for i in here if cells[i].differs)
+        if not _alike_in_bytes(cells, here) or not missing or not made or (early in missing) == (early in made):
+            continue
+        state = "off" if early in missing else "on"
+        yield (
+            Cause(
+                f"{option}_{state}",
+                f"As many bytes as expected, but in {' and '.join(sorted(str(p) for p in made))} instead of "
+                f"{' and '.join(sorted(str(p) for p in missing))}: {option} was {state} in this run.",
+                "proven" if _captured(facts, option) else "likely",
+            ),
+            joined,
+        )
+
+
+def _buckets(cells: Sequence[CellView], facts: Facts) -> Found:
+    """As many bytes in another number of calls: gradients or parameters cut into other buckets."""
+    for _, op, here in _data_cells(cells):
+        wanted, made = (sum(cells[i].calls_expected for i in here), sum(cells[i].calls_measured for i in here))
+        if not (_alike_in_bytes(cells, here) and wanted and made and wanted != made):
+            continue
+        total = sum(cells[i].bytes_expected for i in here)
+        yield (
+            Cause(
+                "bucket_size",
+                f"The same {total:,} bytes in {made} calls instead of {wanted} ({op}): buckets of another size "
+                "(ddp_bucket_size, ddp_num_buckets, or overlap, without which there is one).",
+                "proven" if _captured(facts, "ddp_bucket_size") else "likely",
+            ),
+            tuple(i for i in here if cells[i].differs),
+        )
+
+
+def _gathered_twice(cells: Sequence[CellView], _: Facts) -> Found:
+    """Parameters gathered a whole number of times as often as expected."""
+    for i, c in enumerate(cells):
+        if c.role not in _DATA or c.op != "all_gather" or c.verdict not in ("unexpected", "excess"):
+            continue
+        twin = [
+            j
+            for j, other in enumerate(cells)
+            if j != i
+            and (other.role, other.op, other.dtype, other.payload) == (c.role, c.op, c.dtype, c.payload)
+            and other.ranks == c.ranks
+            and other.verdict == "match"
+            and other.calls_measured
+        ]
+        wanted = c.calls_expected or sum(cells[j].calls_measured for j in twin)
+        made = c.calls_measured + (0 if c.calls_expected else sum(cells[j].calls_measured for j in twin))
+        if wanted and made > wanted and made % wanted == 0:
+            yield (
+                Cause(
+                    "double_param_gather",
+                    f"The same parameters are gathered {made // wanted} times a step; once is enough "
+                    "(overlap_param_gather gathers once).",
+                    "likely",
+                ),
+                (i,),
+            )
+
+
+def _expert_tensor_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Gathers and scatters between expert tensor-parallel ranks that the job does not have, or that are missing."""
+    here = {i: c for i, c in enumerate(cells) if c.role == "etp" and c.verdict != "unknown"}
+    joined = tuple(i for i, c in here.items() if c.differs)
+    if not joined:
+        return
+    said = _captured(facts, "expert_tensor_parallel_size")
+    if all(not c.expected for c in here.values()):
+        words = "The run gathers and scatters tokens between expert tensor-parallel ranks, which the job does not have"
+    elif not any(c.calls_measured for c in here.values()):
+        words = "No token is gathered or scattered between the job's expert tensor-parallel ranks"
+    else:
+        return
+    yield (
+        Cause(
+            "expert_tensor_parallel",
+            f"{words}: expert_tensor_parallel_size differs (where it is not set it is the tensor-parallel size).",
+            "proven" if said else "likely",
+        ),
+        joined,
+    )
+
+
+def _virtual_stages(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Messages between stages as another number of model chunks gives them, while the rest of the step is as expected."""
+    job = facts.job
+    if not job.num_microbatches or job.pipeline_model_parallel_size == 1:
+        return
+    chunks = job.virtual_pipeline_model_parallel_size or 1
+    here = {
+        i: c for i, c in enumerate(cells) if c.role in _STAGES and c.op in ("send", "recv") and c.verdict != "unknown"
+    }
+    wanted: Counter[tuple[str | None, int]] = Counter()
+    made: Counter[tuple[str | None, int]] = Counter()
+    for c in here.values():
+        for rank in c.ranks:
+            wanted[c.op, rank] += c.calls_expected
+            made[c.op, rank] += c.calls_measured
+    # activations and gradients, each as often as there are chunks, or once less at an end: the pipeline chapter's table
+    kinds = 1 if job.forward_only else 2
+    numbers = {
+        Fraction(made[place] - wanted[place], kinds * job.num_microbatches) + chunks for place in (*wanted, *made)
+    }
+    whole = numbers.pop() if len(numbers) == 1 else Fraction(0)
+    number = int(whole) if whole.denominator == 1 and whole > 0 else None
+    joined = tuple(i for i, c in here.items() if c.differs)
+    others = [c for c in cells if c.phase in ("forward", "backward") and c.expected and c.role not in _STAGES]
+    said = facts.captured is not None and (facts.captured.virtual_pipeline_model_parallel_size or 1) == number
+    if number in (None, chunks) or not joined or any(c.differs for c in others) or not (others or said):
+        return
+    yield (
+        Cause(
+            "virtual_stages",
+            f"The messages between stages are those of {number} model chunk{'' if number == 1 else 's'} a stage, the job "
+            f"has {chunks}: virtual_pipeline_model_parallel_size differs.",
+            "proven" if said else "likely",
+        ),
+        joined,
+    )
+
+
+def _shared_experts(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Calls of the shared experts made otherwise, where the captured job overlaps them and the job does not, or so."""
+    if not _captured(facts, "moe_shared_expert_overlap"):
+        return
+    joined = tuple(i for i, c in enumerate(cells) if c.role == "tp" and c.differs and c.phase != "other")
+    if joined:
+        state = "off" if facts.job.moe_shared_expert_overlap else "on"
+        yield (
+            Cause(
+                "shared_expert_overlap",
+                f"moe_shared_expert_overlap was {state} in this run, which changes the gathers and scatters of the shared "
+                "experts.",
+                "likely",
+            ),
+            joined,
+        )
+
+
+def _capacity(cells: Sequence[CellView], _: Facts) -> Found:
+    """As many exchanges of tokens as expected, but with other own rows than tokens times experts per token."""
+    for i, c in enumerate(cells):
+        if c.varies and c.differs and c.calls_expected == c.calls_measured:
+            fewer = c.verdict == "missing"
+            yield (
+                Cause(
+                    "capacity",
+                    f"The ranks {'send fewer' if fewer else 'exchange other'} rows than tokens x experts per token: a "
+                    f"capacity factor {'drops' if fewer else 'drops or pads'} tokens, or moe_router_topk differs.",
+                    "likely",
+                ),
+                (i,),
+            )
+
+
 def _scaled_counts(cells: Sequence[CellView], facts: Facts) -> Found:
     """Every count of a step off by one and the same factor: it had another number of micro-batches than the job says."""
     micro_batches = facts.job.num_microbatches
@@ -264,6 +585,31 @@ def _scaled_counts(cells: Sequence[CellView], facts: Facts) -> Found:
         )
 
 
+def _wide_reduction(cells: Sequence[CellView], _: Facts) -> Found:
+    """Gradients reduced in 32 bits where the job reduces them in 16."""
+    for i, cell in enumerate(cells):
+        if not (cell.paired and cell.role in _DATA and cell.dtype == "float32"):
+            continue
+        same = [
+            c
+            for c in cell.expected
+            if c.op == cell.op
+            and "gradients" in c.component
+            and _elements(c) == cell.elements
+            and c.dtype != cell.dtype
+        ]
+        if same:
+            yield (
+                Cause(
+                    "fp32_reduction",
+                    f"Gradients are reduced as float32 instead of {same[0].dtype}, twice the bytes: --grad-reduce-in-bf16 is "
+                    "off in this run (accumulate_allreduce_grads_in_fp32).",
+                    "proven",
+                ),
+                (i,),
+            )
+
+
 def _dtype_differs(cells: Sequence[CellView], _: Facts) -> Found:
     """The same operation on as many elements of another type."""
     for i, cell in enumerate(cells):
@@ -283,6 +629,26 @@ def _operation_differs(cells: Sequence[CellView], _: Facts) -> Found:
         wanted = sorted({c.op for c in cell.expected})
         if cell.paired and cell.op not in wanted:
             yield Cause("operation_differs", f"{cell.op} instead of {', '.join(wanted)}.", "likely"), (i,)
+
+
+_PADDING = Fraction(51, 50)
+
+
+def _padded(cells: Sequence[CellView], _: Facts) -> Found:
+    """Buckets of gradients or parameters that are a little longer than expected."""
+    for i, cell in enumerate(cells):
+        wanted = max((c.payload_bytes for c in cell.expected if (c.op, c.dtype) == (cell.op, cell.dtype)), default=0)
+        longer = cell.payload is not None and wanted and wanted < cell.payload <= wanted * _PADDING
+        if cell.paired and cell.role in _DATA and longer:
+            yield (
+                Cause(
+                    "padding",
+                    f"{cell.payload:,} bytes a call instead of {wanted:,}: the buckets are padded further "
+                    "(pad_buckets_for_high_nccl_busbw, another release).",
+                    "likely",
+                ),
+                (i,),
+            )
 
 
 def _size_differs(cells: Sequence[CellView], _: Facts) -> Found:
@@ -311,12 +677,24 @@ def _elements(call: ExpectedCall) -> int | None:
 
 TABLE: tuple[Rule, ...] = (
     _beyond_the_document,
+    _outside_off,
     _sequence_parallel,
     _recompute_on,
     _recompute_off,
+    _context_variant,
+    _distributed_optimizer,
+    _overlap,
+    _buckets,
+    _gathered_twice,
+    _expert_tensor_parallel,
+    _virtual_stages,
+    _shared_experts,
     _scaled_counts,
+    _capacity,
+    _wide_reduction,
     _dtype_differs,
     _operation_differs,
+    _padded,
     _size_differs,
 )
 """Rules in order: what explains several cells stands before what explains one."""

@@ -18,10 +18,10 @@ import pyarrow as pa
 from traceanalyzer import attribute, axes, causes, intervals, schema, traffic
 from traceanalyzer.attribute import places, roles
 from traceanalyzer.errors import InputError, JobError
-from traceanalyzer.expect import expectations, expected, versions
+from traceanalyzer.expect import expected, versions
 from traceanalyzer.expect.model import Expectation, ExpectedCall, RuleSet
 from traceanalyzer.job import Job, conflicts
-from traceanalyzer.matching import DIFFERS, Cell, Measured, StepMatch, Times, with_patterns
+from traceanalyzer.matching import DIFFERS, Cell, Figures, Measured, Spread, StepMatch, with_patterns
 from traceanalyzer.run import Run
 
 Steps = dict[tuple[int, int], list[Measured]]
@@ -79,10 +79,23 @@ class JobConflict:
 
 
 @dataclass(frozen=True)
+class ReleaseApart:
+    """Releases of megatron-core that fit less well than the best, and the cells that tell them apart.
+
+    The cells are those that differ or are unknown under these releases only.
+    """
+
+    releases: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
 class Diff:
     """The whole comparison. ``verdict``: match, differs, cannot be judged.
 
-    ``version``: the releases of megatron-core that fit the run best, out of ``versions_tried``.
+    ``version``: the releases of megatron-core that fit the run best, out of ``versions_tried``; ``versions_apart``: what
+    tells the others apart. ``first_step``: the step that was judged as the first after start or evaluation, because the
+    expectation of such a step fits it better; None: none.
     """
 
     source: str
@@ -98,6 +111,8 @@ class Diff:
     verdict: str
     min_coverage: float
     tolerance: float
+    versions_apart: tuple[ReleaseApart, ...] = ()
+    first_step: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -136,8 +151,16 @@ def diff(
     found = attribute.attach(run, used)
     if captured is not None and intended is not None:
         problems += [_captured_conflict(c.field, c.intended, c.captured) for c in conflicts(captured, intended)]
-    problems += [JobConflict(f"groups of role {c.role}", c.declared, c.observed, c.sentence) for c in found.conflicts]
-    measured, outside = _measure(run)
+    problems += [
+        JobConflict(
+            "layout" if isinstance(c, attribute.inference.LayoutConflict) else f"groups of role {c.role}",
+            c.declared,
+            c.observed,
+            c.sentence,
+        )
+        for c in found.conflicts
+    ]
+    measured, outside = _measure(run, used.layout)
     _add_silent_steps(measured, found.steps)
     if not measured and not run.value("SELECT count(*) FROM rank WHERE rank IS NOT NULL"):
         raise InputError(
@@ -159,6 +182,8 @@ def diff(
         verdict=_verdict(judged.cells, coverage, min_coverage) if measured else "cannot be judged",
         min_coverage=min_coverage,
         tolerance=tolerance,
+        versions_apart=judged.versions_apart,
+        first_step=judged.first_step,
     )
 
 
@@ -170,6 +195,8 @@ class _Judged(NamedTuple):
     version: str
     versions_tried: tuple[str, ...]
     left_out: tuple[str, ...]
+    versions_apart: tuple[ReleaseApart, ...] = ()
+    first_step: int | None = None
 
 
 def _judge(run: Run, job: Job, captured: Job | None, measured: Steps, rules: RuleSet, tolerance: float) -> _Judged:
@@ -182,17 +209,35 @@ def _judge(run: Run, job: Job, captured: Job | None, measured: Steps, rules: Rul
     recorded = _in_window(job, seen)
     tried = _expect(recorded, present, rules)
     megatron = _megatron_rows(recorded, present, rules)
-    outcomes = [(words, _compare(measured, e, megatron, seen, job.layout, tolerance)) for words, e in tried]
+    compare = _Comparison(measured, megatron, seen, job.layout, tolerance)
+    outcomes = [(words, compare.release(wanted)) for words, wanted in tried]
     # the newest of those that leave the least open
     best = min(reversed(outcomes), key=lambda outcome: outcome[1].open)[1]
     _settle(run, best.measured)
+    facts = causes.Facts(job, captured, rules, megatron)
     return _Judged(
-        cells=tuple(_explain(_order(best.cells), causes.Facts(job, captured, rules, megatron))),
+        cells=tuple(_explain(_order(_with_kernels(run, best.cells)), facts)),
         measured=best.measured,
         version=", ".join(words for words, outcome in outcomes if outcome.open == best.open),
         versions_tried=tuple(words for words, _ in tried),
         left_out=best.left_out,
+        versions_apart=tuple(
+            ReleaseApart(words, _apart(outcome.cells, best.cells))
+            for words, outcome in outcomes
+            if outcome.open != best.open
+        ),
+        first_step=best.first_step,
     )
+
+
+def _apart(cells: Sequence[Cell], best: Sequence[Cell]) -> tuple[Cell, ...]:
+    """The cells that are no match, without those that are none under the best releases either."""
+
+    def bare(cell: Cell) -> Cell:
+        return replace(cell, time_ns=None, exposed_ns=None)
+
+    known = {bare(cell) for cell in best}
+    return tuple(_order([cell for cell in cells if cell.verdict != "match" and bare(cell) not in known]))
 
 
 # -- the job and the run's world -------------------------------------------------------------------------------------
@@ -299,6 +344,7 @@ SELECT rank, step, step_complete, role, role_evidence, op, phase, dtype, in_elem
        CASE WHEN op = 'all_to_all' THEN out_splits END AS out_splits,
        CASE WHEN op = 'all_to_all' THEN group_rank END AS group_rank,
        CASE WHEN op = 'all_to_all' THEN splits_known END AS splits_known,
+       CASE WHEN op IN ('send', 'recv') THEN peer END AS peer,
        count(*) AS calls, count(time_source) AS timed,
        sum(CASE WHEN NOT first_of_its_kernels THEN 0 WHEN time_source = 'kernel' THEN kernel_ns ELSE dur_ns END)::BIGINT
          AS time_ns,
@@ -308,7 +354,7 @@ FROM numbered GROUP BY ALL ORDER BY ALL
 """
 
 
-def _measure(run: Run) -> tuple[Steps, int]:
+def _measure(run: Run, layout: axes.Layout) -> tuple[Steps, int]:
     """Measured calls of each complete (rank, step), and how many calls lie outside such steps."""
     _call_times(run)
     found: Steps = defaultdict(list)
@@ -317,11 +363,11 @@ def _measure(run: Run) -> tuple[Steps, int]:
         if row["step"] is None or not row["step_complete"]:
             outside += row["calls"]
         else:
-            found[row["rank"], row["step"]].append(_measured(row))
+            found[row["rank"], row["step"]].append(_measured(row, layout))
     return found, outside
 
 
-def _measured(row: Mapping[str, Any]) -> Measured:
+def _measured(row: Mapping[str, Any], layout: axes.Layout) -> Measured:
     off_rank = None
     if not (row["op"] == "all_to_all" and row["splits_known"] is False):
         off_rank = traffic.off_rank_bytes(
@@ -350,7 +396,28 @@ def _measured(row: Mapping[str, Any]) -> Measured:
         off_rank=None if off_rank is None else off_rank * row["calls"],
         time_ns=row["time_ns"] if row["timed"] else None,
         exposed_ns=row["exposed_ns"],
+        width=traffic.row_elems(row["in_elems"], row["in_splits"], row["out_elems"], row["out_splits"])
+        if row["op"] == "all_to_all"
+        else None,
+        in_splits=None if row["in_splits"] is None else tuple(row["in_splits"]),
+        toward=None if row["peer"] is None else _toward(layout, row["rank"], row["peer"]),
     )
+
+
+def _toward(layout: axes.Layout, rank: int, peer: int) -> str | None:
+    """Which neighbour of a rank its peer is, in the ring of stages or of context-parallel ranks.
+
+    None where it is both or neither.
+    """
+    if not 0 <= rank < layout.world_size:
+        return None
+    for role in ("pp", "cp"):
+        ring = layout.group_of(role, rank) or ()
+        if peer in ring and peer != rank:
+            ahead = (ring.index(peer) - ring.index(rank)) % len(ring)
+            sides = {1: "next", len(ring) - 1: "previous"}
+            return None if len(ring) == 2 else sides.get(ahead)
+    return None
 
 
 def _settle(run: Run, measured: Steps) -> None:
@@ -361,7 +428,7 @@ def _settle(run: Run, measured: Steps) -> None:
             (rank, step, m.look): m.role
             for (rank, step), rows in measured.items()
             for m in rows
-            if m.role is not None and m.role_evidence == "pattern"
+            if m.role is not None and m.role_evidence == "pattern"  # not what several roles share
         },
     )
 
@@ -376,29 +443,75 @@ def _in_window(job: Job, seen: Mapping[str, bool | None]) -> Job:
     return job
 
 
-def _expect(job: Job, ranks: Sequence[int], rules: RuleSet) -> list[tuple[str, dict[int, Expectation]]]:
-    """For each release that comes into question, oldest first: its words, and every rank's expectation."""
-    by_rank = {rank: expectations(job, rank, rules) for rank in ranks}
-    labels = {tuple(v.releases for v in variants) for variants in by_rank.values()}
-    if len(labels) == 1:
-        return [(w, {r: by_rank[r][i].expectation for r in ranks}) for i, w in enumerate(labels.pop())]
-    # ranks split the releases differently: group the releases by what all ranks together are expected to send
-    groups: list[tuple[dict[int, Expectation], list[versions.Release]]] = []
+class _Expected(NamedTuple):
+    """What each rank is expected to send in a step, and in the first step after start where that is something else."""
+
+    later: dict[int, Expectation]
+    first: dict[int, Expectation]
+
+
+def _expect(job: Job, ranks: Sequence[int], rules: RuleSet) -> list[tuple[str, _Expected]]:
+    """For each release that comes into question, oldest first: its words, and every rank's expectation.
+
+    Releases that make all ranks together send the same, in the first step too, count as one.
+    """
+    if job.megatron_core_version is not None:
+        release = versions.parse(job.megatron_core_version)
+        return [(versions.label(release), _of_release(job, ranks, rules, None))]
+    groups: list[tuple[_Expected, list[versions.Release]]] = []
+    known: dict[int, list[Expectation]] = defaultdict(list)
     for release in versions.KNOWN:
-        one = {r: expected(job, r, rules=rules, version=f"{release[0]}.{release[1]}") for r in ranks}
-        same = next((g for g in groups if all(_alike(g[0][r], one[r]) for r in ranks)), None)
-        if same is not None:
-            same[1].append(release)
-        else:
+        found = _of_release(job, ranks, rules, f"{release[0]}.{release[1]}")
+        one = _Expected(_as_known(found.later, known), _as_known(found.first, known))
+        same = next((g for g in groups if _same(g[0].later, one.later) and _same(g[0].first, one.first)), None)
+        if same is None:
             groups.append((one, [release]))
+        else:
+            same[1].append(release)
     return [(versions.span(releases), one) for one, releases in groups]
+
+
+def _of_release(job: Job, ranks: Sequence[int], rules: RuleSet, version: str | None) -> _Expected:
+    later = {r: expected(job, r, rules=rules, version=version) for r in ranks}
+    first = {r: expected(job, r, rules=rules, version=version, first_step=True) for r in ranks}
+    return _Expected(later, {} if _all_alike(later, first) else first)
+
+
+def _as_known(found: Mapping[int, Expectation], known: dict[int, list[Expectation]]) -> dict[int, Expectation]:
+    """Every rank's expectation, as an earlier one that asks for the same calls if there is one in ``known``."""
+    settled: dict[int, Expectation] = {}
+    out: dict[int, Expectation] = {}
+    for rank, expectation in found.items():
+        key = id(expectation.calls)  # all ranks of a place share theirs
+        if key not in settled:
+            settled[key] = next((e for e in known[rank] if _alike(e, expectation)), expectation)
+        earlier = known[rank]
+        if not any(e.calls is settled[key].calls for e in earlier):
+            earlier.append(settled[key])
+        out[rank] = settled[key]
+    return out
+
+
+def _same(one: Mapping[int, Expectation], other: Mapping[int, Expectation]) -> bool:
+    """Whether expectations that _as_known has gone through ask all ranks for the same."""
+    return one.keys() == other.keys() and all(one[r].calls is other[r].calls for r in one)
+
+
+def _all_alike(one: Mapping[int, Expectation], other: Mapping[int, Expectation]) -> bool:
+    """Whether the expectations of all ranks ask for the same calls; ranks of a place share theirs."""
+    pairs = {(id(one[r].calls), id(other[r].calls)): r for r in one}
+    return all(_alike(one[r], other[r]) for r in pairs.values())
 
 
 def _alike(one: Expectation, other: Expectation) -> bool:
     """Whether two expectations ask for the same calls."""
 
     def calls(e: Expectation) -> Counter[tuple[Any, ...]]:
-        return Counter((c.role, c.op, c.phase, c.component, c.dtype, c.in_elems, c.out_elems, c.calls) for c in e.calls)
+        found: Counter[tuple[Any, ...]] = Counter()
+        for c in e.calls:
+            key = (c.role, c.op, c.phase, c.component, c.dtype, c.in_elems, c.out_elems, c.varies, c.transport, c.peer)
+            found[key] += c.calls
+        return found
 
     return calls(one) == calls(other) and one.not_modelled == other.not_modelled
 
@@ -419,6 +532,7 @@ class _Outcome(NamedTuple):
     cells: list[Cell]
     measured: Steps
     left_out: tuple[str, ...]
+    first_step: int | None = None
 
     @property
     def open(self) -> int:
@@ -426,29 +540,127 @@ class _Outcome(NamedTuple):
         return sum(c.places for c in self.cells if c.verdict != "match")
 
 
-def _compare(
-    measured: Steps,
-    expected_of: Mapping[int, Expectation],
-    megatron: Mapping[int, Sequence[ExpectedCall]],
-    seen: Mapping[str, bool | None],
-    layout: axes.Layout,
-    tolerance: float,
-) -> _Outcome:
-    found: dict[Cell, dict[tuple[int, int], Times]] = defaultdict(dict)
-    settled: Steps = {}
-    left_out = [phase for phase, sign in seen.items() if sign is False and seen["backward"] is False]
-    for (rank, step), rows in sorted(measured.items()):
-        expectation = expected_of[rank]
-        wanted, phases = _of_phases_seen(expectation.calls, rows, seen)
-        left_out += phases
-        # which group a call is on does not depend on the rules: patterns are those of the real code
-        real = _of_phases_seen(megatron[rank], rows, seen)[0] if rank in megatron else wanted
-        settled[rank, step] = with_patterns(rows, real)
-        match = StepMatch(wanted, settled[rank, step], expectation.not_modelled, layout, tolerance)
-        for cell, times in match.cells(layout.stage(rank)):
-            found[cell][rank, step] = times
-    cells = [one for cell, where in found.items() for one in _by_place(cell, where)]
-    return _Outcome(cells, settled, tuple(dict.fromkeys(left_out)))
+class _Comparison:
+    """All measured steps against one expectation after the other; what is the same in two of them is matched once."""
+
+    def __init__(
+        self,
+        measured: Steps,
+        megatron: Mapping[int, Sequence[ExpectedCall]],
+        seen: Mapping[str, bool | None],
+        layout: axes.Layout,
+        tolerance: float,
+    ) -> None:
+        self._measured = dict(sorted(measured.items()))
+        self._megatron = megatron
+        self._seen = seen
+        self._layout = layout
+        self._tolerance = tolerance
+        self._done: dict[tuple[int, int, int], tuple[list[Measured], list[tuple[Cell, Figures]], list[str]]] = {}
+
+    def release(self, wanted: _Expected) -> _Outcome:
+        """All steps; the earliest also as a first step after start or evaluation, which it is where that fits better."""
+        usual = self._against(wanted.later, {})
+        if not wanted.first:
+            return usual
+        earliest = min(step for _, step in self._measured)
+        started = self._against(wanted.later, {earliest: wanted.first})
+        return started._replace(first_step=earliest) if started.open < usual.open else usual
+
+    def _against(
+        self, expected_of: Mapping[int, Expectation], in_step: Mapping[int, Mapping[int, Expectation]]
+    ) -> _Outcome:
+        """What each rank is expected to send: ``in_step`` for the steps it names, else ``expected_of``."""
+        found: dict[Cell, dict[tuple[int, int], Figures]] = defaultdict(dict)
+        settled: Steps = {}
+        left_out = [phase for phase, sign in self._seen.items() if sign is False and self._seen["backward"] is False]
+        for rank, step in self._measured:
+            expectation = in_step.get(step, expected_of)[rank]
+            settled[rank, step], cells, phases = self._matched(rank, step, expectation)
+            left_out += phases
+            for cell, figures in cells:
+                found[cell][rank, step] = figures
+        cells_by_place = [one for cell, where in _conserved(found, self._layout) for one in _by_place(cell, where)]
+        return _Outcome(cells_by_place, settled, tuple(dict.fromkeys(left_out)))
+
+    def _matched(
+        self, rank: int, step: int, expectation: Expectation
+    ) -> tuple[list[Measured], list[tuple[Cell, Figures]], list[str]]:
+        """One rank's step: its rows with settled roles, its cells, and the expected phases that the window lacks."""
+        key = rank, step, id(expectation.calls)
+        if key not in self._done:
+            rows = self._measured[rank, step]
+            wanted, phases = _of_phases_seen(expectation.calls, rows, self._seen)
+            # which group a call is on does not depend on the rules: patterns are those of the real code
+            real = _of_phases_seen(self._megatron[rank], rows, self._seen)[0] if rank in self._megatron else wanted
+            named = [self._with_off_rank(m, rank) for m in with_patterns(rows, real)]
+            match = StepMatch(wanted, named, expectation.not_modelled, self._layout, self._tolerance)
+            self._done[key] = named, match.cells(self._layout.stage(rank)), phases
+        return self._done[key]
+
+    def _with_off_rank(self, m: Measured, rank: int) -> Measured:
+        """An exchange whose group the recording does not name, with its off-rank bytes once its role is known.
+
+        Which of its rows stay is then told by the rank's position in that group of the layout.
+        """
+        if m.off_rank is not None or not m.in_splits or m.role not in axes.ROLES or m.role == "hybrid_cp":
+            return m
+        group = self._layout.group_of(m.role, rank) or ()
+        if len(group) != len(m.in_splits):
+            return m
+        off_rank = traffic.off_rank_bytes(
+            m.op,
+            m.payload,
+            len(group),
+            dtype=m.dtype,
+            in_elems=m.in_elems,
+            out_elems=m.out_elems,
+            in_splits=m.in_splits,
+            group_rank=group.index(rank),
+        )
+        return replace(m, off_rank=None if off_rank is None else off_rank * m.calls)
+
+
+def _conserved(
+    found: Mapping[Cell, dict[tuple[int, int], Figures]], layout: axes.Layout
+) -> list[tuple[Cell, dict[tuple[int, int], Figures]]]:
+    """The cells; those of varying size split by whether the ranks of a group received what they sent in that step."""
+    known: dict[tuple[Any, ...], Figures] = {}
+    for cell, where in found.items():
+        if cell.varies:
+            known.update({(_exchange(cell), rank, step): figures for (rank, step), figures in where.items()})
+    out: list[tuple[Cell, dict[tuple[int, int], Figures]]] = []
+    for cell, where in found.items():
+        if not cell.varies:
+            out.append((cell, where))
+            continue
+        parts: dict[bool | None, dict[tuple[int, int], Figures]] = defaultdict(dict)
+        for (rank, step), figures in where.items():
+            group = layout.group_of(str(cell.role), rank) or (rank,)
+            members = [known.get((_exchange(cell), other, step)) for other in group]
+            parts[_balance(str(cell.op), members) if cell.calls_measured else None][rank, step] = figures
+        for conserved, part in parts.items():
+            verdict = "excess" if conserved is False and cell.verdict == "match" else cell.verdict
+            cause = causes.NOT_CONSERVED if verdict != cell.verdict else cell.cause
+            out.append((replace(cell, conserved=conserved, verdict=verdict, cause=cause), part))
+    return out
+
+
+def _exchange(cell: Cell) -> tuple[Any, ...]:
+    """What a cell of varying size is on every rank of its group."""
+    return cell.role, cell.op, cell.phase, cell.stage, cell.dtype, cell.components
+
+
+def _balance(op: str, members: Sequence[Figures | None]) -> bool | None:
+    """Whether a group's ranks received in sum what they sent; None where a rank or a size was not recorded."""
+    sides = [(m.sent, m.received) for m in members if m is not None]
+    sent = [a for a, _ in sides if a is not None]
+    received = [b for _, b in sides if b is not None]
+    if not len(members) == len(sent) == len(received):
+        return None
+    # every rank receives what all send, or sends what all receive
+    copies = {"all_gather": (len(members), 1), "reduce_scatter": (1, len(members))}.get(op, (1, 1))
+    return sum(sent) * copies[0] == sum(received) * copies[1]
 
 
 def _of_phases_seen(
@@ -470,7 +682,7 @@ def _of_phases_seen(
     return kept, left_out
 
 
-def _by_place(cell: Cell, where: Mapping[tuple[int, int], Times]) -> list[Cell]:
+def _by_place(cell: Cell, where: Mapping[tuple[int, int], Figures]) -> list[Cell]:
     """The cell for the ranks and steps it was found in: one for each set of steps, so that both lists hold together."""
     steps_of: dict[int, list[int]] = defaultdict(list)
     for rank, step in sorted(where):
@@ -479,20 +691,55 @@ def _by_place(cell: Cell, where: Mapping[tuple[int, int], Times]) -> list[Cell]:
     for rank, steps in steps_of.items():
         ranks_of[tuple(steps)].append(rank)
     return [
-        replace(
-            cell,
-            ranks=tuple(ranks),
-            steps=steps,
-            time_ns=_mean(where[r, s].time_ns for r in ranks for s in steps),
-            exposed_ns=_mean(where[r, s].exposed_ns for r in ranks for s in steps),
+        _with_figures(
+            replace(cell, ranks=tuple(ranks), steps=steps, time_ns=None, exposed_ns=None),
+            [where[r, s] for r in ranks for s in steps],
         )
         for steps, ranks in ranks_of.items()
     ]
 
 
+def _with_figures(cell: Cell, figures: Sequence[Figures]) -> Cell:
+    """The cell with the means over its ranks and steps and, where sizes vary, with their spread."""
+    cell = replace(cell, time_ns=_mean(f.time_ns for f in figures), exposed_ns=_mean(f.exposed_ns for f in figures))
+    if not cell.varies:
+        return cell
+    off_rank = [f.off_rank for f in figures if f.off_rank is not None]
+    rows = [f.rows for f in figures if f.rows is not None]
+    balanced = figures[0].balanced
+    return replace(
+        cell,
+        payload_bytes_measured=_mean(f.payload for f in figures),
+        off_rank_bytes_measured=sum(off_rank, Fraction(0)) / len(off_rank) if len(off_rank) == len(figures) else None,
+        spread=Spread(balanced, min(rows), max(rows))
+        if balanced is not None and rows and cell.calls_measured
+        else None,
+    )
+
+
 def _mean(values: Iterable[int | None]) -> int | None:
     known = [v for v in values if v is not None]
     return round(Fraction(sum(known), len(known))) if known else None
+
+
+# -- traffic outside torch.distributed ---------------------------------------------------------------------------------
+
+_KERNELS_OF = {"userbuffers": "userbuffers", "deepep": "deep_ep::", "hybridep": "hybrid_ep::"}
+"""Transport -> what the names of its kernels hold."""
+
+
+def _with_kernels(run: Run, cells: list[Cell]) -> list[Cell]:
+    """The cells; those of a transport outside torch.distributed say how many of its kernels the run holds."""
+    transports = {c.transport for c in cells if c.transport}
+    if not transports:
+        return cells
+    names = run.tuples("SELECT name, count(*) FROM kernel WHERE kernel_class = 'comm' GROUP BY ALL")
+    words: dict[str, str] = {}
+    for transport in transports:
+        number = sum(n for name, n in names if _KERNELS_OF.get(transport, transport) in name.lower())
+        if number:
+            words[transport] = f" (the run holds {number:,} kernel{'' if number == 1 else 's'} of it)"
+    return [replace(c, reason=f"{c.reason}{words[c.transport]}") if c.transport in words else c for c in cells]
 
 
 # -- order and causes ------------------------------------------------------------------------------------------------
@@ -537,12 +784,15 @@ def _explain(cells: list[Cell], facts: causes.Facts) -> list[Cell]:
             expected=c.expected,
             ranks=c.ranks,
             steps=c.steps,
+            transport=c.transport,
+            varies=c.varies,
+            spread=c.spread,
         )
         for c in cells
     ]
     found = causes.explain(views, facts)
     return [
-        cell if i not in found else replace(cell, cause=found[i][0], related=found[i][1])
+        cell if i not in found or cell.cause is not None else replace(cell, cause=found[i][0], related=found[i][1])
         for i, cell in enumerate(cells)
     ]
 

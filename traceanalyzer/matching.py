@@ -2,15 +2,18 @@
 
 First by exact key: role, operation, phase, element type, payload. Then what is left over in the same role and phase is
 paired where at least two of operation, type, elements and count agree: what differs is the finding. What stays unpaired
-is missing or unexpected. Pure functions of rows; nothing here sees a run.
+is missing or unexpected. Calls whose size the router decides meet by the width of their rows instead of their payload;
+traffic that torch.distributed does not carry meets nobody. Pure functions of rows; nothing here sees a run.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
+from math import log
 from typing import NamedTuple
 
 from traceanalyzer import axes, causes, traffic
@@ -19,6 +22,9 @@ from traceanalyzer.expect.model import ExpectedCall, NotModelled
 
 DIFFERS = frozenset({"excess", "missing", "unexpected"})
 """Verdicts that say the run is not what was expected; the others are match and unknown."""
+
+_REPLAYED = "CUDA graph"
+"""The transport whose kernels are those of torch.distributed: a recording of kernels can show its calls."""
 
 _FARTHEST = 2
 """How many of operation, element type, elements and count may differ in a pair of the second pass."""
@@ -29,7 +35,11 @@ _MOST_SIZES = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Calls of one kind that one rank made in one step; ``off_rank`` and times are of all of them together."""
+    """Calls of one kind that one rank made in one step; ``off_rank`` and times are of all of them together.
+
+    width: elements of a row of an exchange, by its splits; in_splits: rows for each rank. toward: "next" or "previous"
+    stage or rank of the ring, where the peer of a send or recv tells.
+    """
 
     role: str | None
     role_evidence: str | None
@@ -45,6 +55,9 @@ class Measured:
     off_rank: Fraction | None
     time_ns: int | None = None
     exposed_ns: int | None = None
+    width: int | None = None
+    toward: str | None = None
+    in_splits: tuple[int, ...] | None = None
 
     @property
     def look(self) -> roles.Look:
@@ -52,12 +65,23 @@ class Measured:
         return roles.Look(self.op, self.dtype, self.in_elems, self.out_elems, self.phase, self.group_size)
 
 
+class Spread(NamedTuple):
+    """Rows that depend on the routing, per rank and step: as balanced routing gives them, the least, the most measured."""
+
+    balanced: int
+    least: int
+    most: int
+
+
 @dataclass(frozen=True)
 class Cell:
     """One row of the diff. Calls and bytes are per rank and step; times are means over the cell's ranks and steps.
 
     Null: unknown. ``off_rank_*`` may be fractions of a byte. ``reason`` says why a verdict is unknown. ``ranks`` and
-    ``steps``: the cell holds for every one of these steps on every one of these ranks.
+    ``steps``: the cell holds for every one of these steps on every one of these ranks. ``varies``: sizes depend on where
+    the router sends tokens; measured bytes are then means over ranks and steps, expected ones those of balanced routing,
+    ``spread`` the rows, and ``conserved`` says whether the group's ranks received what they sent (None: not all of them
+    were recorded). ``transport``: what carries the bytes, if torch.distributed does not.
     """
 
     role: str | None
@@ -86,6 +110,10 @@ class Cell:
     exposed_ns: int | None = None
     ranks: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    varies: bool = False
+    spread: Spread | None = None
+    conserved: bool | None = None
+    transport: str = ""
 
     @property
     def axis(self) -> str | None:
@@ -108,38 +136,114 @@ class Cell:
         return float(self.off_rank_bytes_measured) * 1e9 / self.time_ns
 
 
-class Times(NamedTuple):
-    """Time of one cell in one rank's step, in ns; None: not recorded."""
+class Figures(NamedTuple):
+    """What may differ from rank to rank within a cell, of one rank's step. None: not recorded.
+
+    Times in ns. The others are of a cell whose sizes vary only: payload and off-rank bytes, elements sent and received,
+    rows that vary, and as many with balanced routing.
+    """
 
     time_ns: int | None
     exposed_ns: int | None
+    payload: int | None = None
+    off_rank: Fraction | None = None
+    sent: int | None = None
+    received: int | None = None
+    rows: int | None = None
+    balanced: int | None = None
+
+
+# -- roles by pattern ------------------------------------------------------------------------------------------------
 
 
 def with_patterns(rows: Sequence[Measured], wanted: Sequence[ExpectedCall]) -> list[Measured]:
-    """The rows of one step, with roles where type, size and count fit one expected kind of call that no other rows make."""
+    """The rows of one step, with roles where type, size and count fit one expected kind of call that no other rows make.
+
+    Rows that fit kinds of several roles, in number all of them together, are shared out among those roles.
+    """
+    rows = _routed_roles(rows, wanted)
     unknown: Counter[roles.Look] = Counter()
     for m in rows:
         if m.role is None and m.op is not None:
             unknown[m.look] += m.calls
     if not unknown:
         return list(rows)
-    settled = roles.by_pattern(unknown, _open_signatures(rows, wanted))
-    return [
-        replace(m, role=settled[m.look], role_evidence="pattern") if m.role is None and m.look in settled else m
-        for m in rows
-    ]
+    open_kinds = _open_signatures(rows, wanted)
+    settled = roles.by_pattern(unknown, open_kinds)
+    left = {look: calls for look, calls in unknown.items() if look not in settled}
+    taken = {s for s in open_kinds for look, role in settled.items() if s.role == role and roles.fits(look, s)}
+    shared = roles.shared_pattern(left, [s for s in open_kinds if s not in taken])
+    out: list[Measured] = []
+    budget = {look: {s.role: 0 for s in kinds} for look, kinds in shared.items()}
+    for look, kinds in shared.items():
+        for s in kinds:
+            budget[look][s.role] += s.calls
+    for m in rows:
+        if m.role is None and m.look in settled:
+            out.append(replace(m, role=settled[m.look], role_evidence="pattern"))
+        elif m.role is None and m.look in budget:
+            out += _share_out(m, budget[m.look])
+        else:
+            out.append(m)
+    return out
+
+
+def _share_out(m: Measured, budget: dict[str, int]) -> Iterator[Measured]:
+    """A row's calls on the roles that still want some; which call took which time is then not known."""
+    left = m.calls
+    for role, wanted in budget.items():
+        calls = min(left, wanted)
+        if calls:
+            budget[role] -= calls
+            left -= calls
+            alone = calls == m.calls
+            yield replace(
+                m,
+                role=role,
+                role_evidence="shared pattern",
+                calls=calls,
+                off_rank=None if m.off_rank is None else m.off_rank * calls / m.calls,
+                time_ns=m.time_ns if alone else None,
+                exposed_ns=m.exposed_ns if alone else None,
+            )
+
+
+def _routed_roles(rows: Sequence[Measured], wanted: Sequence[ExpectedCall]) -> list[Measured]:
+    """The rows, with roles where calls of unknown role have the row width and number of one expected routed exchange."""
+    kinds: Counter[tuple[str, str, str, int, int, str]] = Counter()
+    for c in wanted:
+        if c.varies is not None:
+            kinds[c.op, c.dtype, c.phase, c.varies.width, c.group_size, c.role] += c.calls
+    if not kinds:
+        return list(rows)
+    found: Counter[tuple[str | None, str | None, str | None, int | None]] = Counter()
+    for m in rows:
+        if m.role is None and m.width is not None:
+            found[m.op, m.dtype, m.phase, m.width] += m.calls
+    settled: dict[tuple[str | None, str | None, str | None, int | None], tuple[str, int]] = {}
+    for (op, dtype, phase, width, size, role), calls in kinds.items():
+        if found[op, dtype, phase, width] == calls and sum(k[:4] == (op, dtype, phase, width) for k in kinds) == 1:
+            settled[op, dtype, phase, width] = role, size
+    out: list[Measured] = []
+    for m in rows:
+        found_role = settled.get((m.op, m.dtype, m.phase, m.width))
+        fits = m.role is None and found_role is not None and m.group_size in (None, found_role[1])
+        out.append(replace(m, role=found_role[0], role_evidence="pattern") if fits and found_role else m)
+    return out
 
 
 def _open_signatures(rows: Sequence[Measured], wanted: Sequence[ExpectedCall]) -> list[roles.Signature]:
     """Expected kinds of call, with the counts that rows of known role leave open."""
     counts: Counter[tuple[str, str, int, int, str, int, str]] = Counter()
     for c in wanted:
+        if c.varies is not None:
+            continue
         counts[c.op, c.dtype, c.in_elems, c.out_elems, c.phase, c.group_size, c.role] += c.calls
     for m in rows:
         for kind in counts:
             op, dtype, in_elems, _, phase, _, role = kind
             alike = (m.role, m.op, m.in_elems) == (role, op, in_elems) and m.dtype in (None, dtype)
-            if alike and (m.phase is None or roles.same_phase(m.phase, phase)):
+            if alike and (m.phase is None or roles.same_phase(m.phase, phase, role)):
                 counts[kind] -= m.calls
                 break
     return [roles.Signature(*kind, calls) for kind, calls in counts.items() if calls > 0]
@@ -149,13 +253,40 @@ def _open_signatures(rows: Sequence[Measured], wanted: Sequence[ExpectedCall]) -
 
 
 class Key(NamedTuple):
-    """What an expected and a measured call have in common if they are the same."""
+    """What an expected and a measured call have in common if they are the same.
+
+    Where the size depends on the routing, ``width`` (elements of a row) stands for the payload. ``transport``: what
+    carries the bytes if torch.distributed does not; nothing measured has one.
+    """
 
     role: str | None
     op: str | None
     phase: str | None
     dtype: str | None
     payload: int | None
+    width: int | None = None
+    transport: str = ""
+
+    @classmethod
+    def of(cls, c: ExpectedCall) -> Key:
+        """The key of an expected call."""
+        if c.transport:
+            return cls(c.role, c.op, c.phase, c.dtype, c.payload_bytes, None, c.transport)
+        if c.varies is not None:
+            return cls(c.role, c.op, c.phase, c.dtype, None, c.varies.width)
+        return cls(c.role, c.op, c.phase, c.dtype, _sizes(c).payload)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of one expected call."""
+
+    payload: int
+    off_rank: Fraction
+
+
+@lru_cache(maxsize=65536)  # every rank of a stage expects the same calls
+def _sizes(c: ExpectedCall) -> _Sizes:
+    return _Sizes(c.payload_bytes, c.off_rank_bytes)
 
 
 @dataclass
@@ -177,7 +308,7 @@ class _Pair:
 
     @property
     def payload_expected(self) -> int:
-        return sum(c.payload_bytes * c.calls for c in self.expected)
+        return sum(_sizes(c).payload * c.calls for c in self.expected)
 
     @property
     def payload_measured(self) -> int | None:
@@ -186,7 +317,7 @@ class _Pair:
 
     @property
     def off_rank_expected(self) -> Fraction:
-        return sum((c.off_rank_bytes * c.calls for c in self.expected), Fraction(0))
+        return sum((_sizes(c).off_rank * c.calls for c in self.expected), Fraction(0))
 
     @property
     def off_rank_measured(self) -> Fraction | None:
@@ -194,17 +325,24 @@ class _Pair:
         return sum(known, Fraction(0)) if len(known) == len(self.measured) else None
 
     @property
+    def varies(self) -> bool:
+        """Whether the sizes of the calls depend on the routing."""
+        return self.key.width is not None
+
+    @property
     def payload_each(self) -> int | None:
         """Payload of one call; None where it varies or is unknown."""
         if self.key.payload is not None:
             return self.key.payload
+        if self.varies:
+            return None
         found = {m.payload for m in self.measured}
         return found.pop() if len(found) == 1 else None
 
     @property
     def elements(self) -> set[int]:
         """Elements that the payload counts, on either side."""
-        pairs = [(c.payload_bytes, c.dtype) for c in self.expected]
+        pairs = [(_sizes(c).payload, c.dtype) for c in self.expected]
         pairs += [(m.payload, m.dtype) for m in self.measured if m.payload is not None and m.dtype is not None]
         sizes = ((payload, traffic.element_bytes(dtype)) for payload, dtype in pairs)
         return {payload // size for payload, size in sizes if size}
@@ -231,7 +369,7 @@ class StepMatch:
         self._nameless = [m for m in rows if m.role is None and m.group_size != 1]
         self._pairs: dict[Key, _Pair] = {}
         for call in wanted:
-            self._pair(Key(call.role, call.op, call.phase, call.dtype, call.payload_bytes)).expected.append(call)
+            self._pair(Key.of(call)).expected.append(call)
         # rows that say all first: a row without a phase joins the expected calls of several phases into one pair
         for row in sorted(rows, key=lambda m: (m.phase is None, m.dtype is None)):
             self._pair(self._key_of(row)).measured.append(row)
@@ -248,8 +386,13 @@ class StepMatch:
         own = Key(row.role, row.op, row.phase, row.dtype, row.payload)
         if self._expects(own):
             return own
-        if row.phase == "other" and self._expects(own._replace(phase="optimizer")):
-            return own._replace(phase="optimizer")
+        for phase in ("optimizer", "forward"):
+            there = own._replace(phase=phase)
+            if roles.same_phase(row.phase, phase, row.role) and self._expects(there):
+                return there
+        routed = self._routed_key(row)
+        if routed is not None:
+            return routed
         if row.phase is None or row.dtype is None:
             fitting = [
                 key
@@ -257,18 +400,46 @@ class StepMatch:
                 if (key.role, key.op) == (row.role, row.op)
                 and row.phase in (None, key.phase)
                 and row.dtype in (None, key.dtype)
-                and any(c.in_elems == row.in_elems for c in pair.expected)
+                and key.transport in ("", _REPLAYED)
+                and any(c.in_elems == row.in_elems and row.toward in (None, c.peer) for c in pair.expected)
             ]
             if len({(key.dtype, key.payload) for key in fitting}) == 1:
                 return self._join(fitting)
         # the sizes of an uneven exchange depend on data: one cell for all of them
         return own._replace(payload=None) if row.op == "all_to_all" else own
 
+    def _routed_key(self, row: Measured) -> Key | None:
+        """The key of expected calls of varying size that a row belongs to: by the width of its rows.
+
+        Where the recording does not tell the width, the expected size that is nearest decides.
+        """
+        alike = [
+            key
+            for key, pair in self._pairs.items()
+            if key.width is not None
+            and pair.expected
+            and (key.role, key.op) == (row.role, row.op)
+            and row.phase in (None, key.phase)
+            and row.dtype in (None, key.dtype)
+        ]
+        if row.width is not None:
+            exact = [key for key in alike if key.width == row.width]
+            return exact[0] if len(exact) == 1 else None
+        if not row.in_elems or not row.out_elems:
+            return None
+        sizes = {
+            abs(log((row.in_elems + row.out_elems) / (c.in_elems + c.out_elems))): key
+            for key in alike
+            for c in self._pairs[key].expected
+            if key.width and row.in_elems % key.width == row.out_elems % key.width == 0
+        }
+        return sizes[min(sizes)] if sizes else None
+
     def _join(self, keys: list[Key]) -> Key:
         """One pair for what the recording cannot tell apart: calls whose phase it does not know."""
         if len(keys) == 1:
             return keys[0]
-        joined = keys[0]._replace(phase=None)
+        joined = keys[0]._replace(phase=None, transport="")
         pair = _Pair(joined)
         for key in keys:
             part = self._pairs.pop(key)
@@ -288,12 +459,12 @@ class StepMatch:
                 rows = [row for key in keys for row in self._pairs.pop(key).measured]
                 self._pairs[joined] = _Pair(joined, measured=rows)
 
-    def cells(self, stage: int | None) -> list[tuple[Cell, Times]]:
-        """The cells of this step, each with its times; ``stage`` is the rank's."""
+    def cells(self, stage: int | None) -> list[tuple[Cell, Figures]]:
+        """The cells of this step, each with its figures; ``stage`` is the rank's."""
         parts = [part for pair in self._pairs.values() for part in _by_component(pair)]
-        whole = [p for p in parts if p.expected and p.measured]
-        pairs = whole + _second_pass([p for p in parts if not (p.expected and p.measured)])
-        return [(self._cell(pair, stage), _times(pair.measured)) for pair in pairs]
+        whole = [p for p in parts if (p.expected and p.measured) or p.key.transport]
+        pairs = whole + _second_pass([p for p in parts if not (p.expected and p.measured) and not p.key.transport])
+        return [(self._cell(pair, stage), _figures(pair)) for pair in pairs]
 
     def _cell(self, pair: _Pair, stage: int | None) -> Cell:
         # gloo's records do not name the group: where the role is settled, its size is the expected one
@@ -305,6 +476,8 @@ class StepMatch:
         nothing_moves = size == 1 and pair.off_rank_expected == 0 and pair.off_rank_measured in (0, None)
         if nothing_moves and verdict != "match":
             verdict, reason, cause = "match", None, causes.GROUP_OF_ONE
+        # what is another figure on every rank is no part of the cell: _figures has it
+        varies = pair.varies and pair.by_key
         nothing_said = not pair.expected and (verdict != "unexpected" or pair.key.role is None)
         return Cell(
             role=pair.key.role,
@@ -318,9 +491,9 @@ class StepMatch:
             calls_expected=None if nothing_said else pair.calls_expected,
             calls_measured=pair.calls_measured,
             payload_bytes_expected=None if nothing_said else pair.payload_expected,
-            payload_bytes_measured=pair.payload_measured,
+            payload_bytes_measured=None if varies else pair.payload_measured,
             off_rank_bytes_expected=None if nothing_said else pair.off_rank_expected,
-            off_rank_bytes_measured=pair.off_rank_measured,
+            off_rank_bytes_measured=None if varies else pair.off_rank_measured,
             avoidable_bytes=_avoidable(pair),
             avoidable=tuple(
                 dict.fromkeys((c.avoidable.code, c.avoidable.setting) for c in pair.expected if c.avoidable)
@@ -330,6 +503,8 @@ class StepMatch:
             cause=cause,
             expected=tuple(pair.expected),
             role_evidence=tuple(sorted({m.role_evidence for m in pair.measured if m.role_evidence})),
+            varies=varies,
+            transport="" if pair.measured else pair.key.transport,
         )
 
     def _size_of(self, role: str | None) -> int | None:
@@ -341,6 +516,8 @@ class StepMatch:
         """Verdict, and for "unknown" the reason."""
         if pair.key.role is None:
             return "unknown", "role unknown"
+        if pair.key.transport and not pair.measured:
+            return "unknown", f"not carried by torch.distributed: {pair.key.transport}"
         for gap in self._gaps:
             if _touches(gap, pair):
                 return "unknown", f"not modelled: {gap.what}"
@@ -361,6 +538,8 @@ class StepMatch:
         """Whether the same calls were made, as often and as large, within the tolerance."""
         if any((c.op, c.dtype) != (pair.key.op, pair.key.dtype) for c in pair.expected):
             return False
+        if pair.varies:
+            return self._close(pair.calls_measured, pair.calls_expected) and _fixed_sides_fit(pair)
         off_rank = pair.off_rank_measured
         return (
             self._close(pair.calls_measured, pair.calls_expected)
@@ -369,16 +548,16 @@ class StepMatch:
         )
 
     def _close(self, measured: int | Fraction, wanted: int | Fraction) -> bool:
-        return abs(Fraction(measured) - Fraction(wanted)) <= self._tolerance * wanted
+        return measured == wanted or abs(Fraction(measured) - Fraction(wanted)) <= self._tolerance * wanted
 
     def _looks_alike(self, pair: _Pair) -> bool:
         """Whether calls of unknown role could be the missing ones."""
         return any(
             m.op == c.op
-            and m.in_elems == c.in_elems
+            and (m.in_elems == c.in_elems if c.varies is None else m.width in (None, c.varies.width))
             and m.dtype in (None, c.dtype)
             and m.group_size in (None, c.group_size)
-            and (m.phase is None or roles.same_phase(m.phase, c.phase))
+            and (m.phase is None or roles.same_phase(m.phase, c.phase, c.role))
             for m in self._nameless
             for c in pair.expected
         )
@@ -395,10 +574,55 @@ def _touches(gap: NotModelled, pair: _Pair) -> bool:
     )
 
 
+@dataclass
+class _Kind:
+    """Expected calls of varying size that still want calls; None for a side that varies."""
+
+    sent: int | None
+    received: int | None
+    calls: int
+
+    @classmethod
+    def of(cls, c: ExpectedCall) -> _Kind:
+        sent = None if c.varies and c.varies.sent else c.in_elems
+        return cls(sent, None if c.varies and c.varies.received else c.out_elems, c.calls)
+
+    def short(self, m: Measured) -> int:
+        """By how many elements a call has less than this kind wants on a side that is exact; 0 if it fits."""
+        sides = [(self.sent, m.in_elems), (self.received, m.out_elems)]
+        return max(
+            (wanted - made for wanted, made in sides if wanted is not None and made is not None), key=abs, default=0
+        )
+
+
+def _fixed_sides_fit(pair: _Pair) -> bool:
+    """Whether every call has the rows of a side that is exact, of one expected call each: inputs T*k, say."""
+    kinds = [_Kind.of(c) for c in pair.expected]
+    rows = [([kind for kind in kinds if not kind.short(m)], m.calls) for m in pair.measured]
+    # rows that fit one kind only take theirs first
+    for fitting, number in sorted(rows, key=lambda row: len(row[0])):
+        left = number
+        for kind in fitting:
+            taken = min(left, kind.calls)
+            kind.calls -= taken
+            left -= taken
+        if left:
+            return False
+    return True
+
+
+def _has_more_rows(pair: _Pair) -> bool:
+    """Whether calls of varying size exceed what is exact of them, each beside the kind that is nearest."""
+    kinds = [_Kind.of(c) for c in pair.expected]
+    return sum(min((kind.short(m) for kind in kinds), key=abs) * m.calls for m in pair.measured) <= 0
+
+
 def _is_more(pair: _Pair) -> bool:
     """Whether more was sent than expected: by calls where they are of one kind, else by bytes."""
     if pair.by_key and pair.calls_measured != pair.calls_expected:
         return pair.calls_measured > pair.calls_expected
+    if pair.varies and pair.by_key:
+        return _has_more_rows(pair)
     off_rank = pair.off_rank_measured
     if off_rank is not None:
         return off_rank >= pair.off_rank_expected
@@ -416,9 +640,14 @@ def _by_component(pair: _Pair) -> list[_Pair]:
     for call in pair.expected:
         parts[places.class_of_component(call.component)].expected.append(call)
     for row in pair.measured:
-        parts[row.component].measured.append(row)
+        parts[_class_of(row.component)].measured.append(row)
     agree = all(p.calls_expected == p.calls_measured for p in parts.values())
     return list(parts.values()) if None not in parts or agree else [pair]
+
+
+def _class_of(component: str | None) -> str | None:
+    """A measured component as coarse as call paths tell it; a hook records finer words, "mlp.fc2"."""
+    return component if component in places.CLASSES else places.class_of_component(component or "")
 
 
 def _second_pass(rest: Sequence[_Pair]) -> list[_Pair]:
@@ -430,7 +659,7 @@ def _second_pass(rest: Sequence[_Pair]) -> list[_Pair]:
         for i, w in enumerate(wanted)
         for j, g in enumerate(got)
         if w.key.role == g.key.role is not None
-        and (g.key.phase is None or w.key.phase is None or roles.same_phase(g.key.phase, w.key.phase))
+        and (g.key.phase is None or w.key.phase is None or roles.same_phase(g.key.phase, w.key.phase, w.key.role))
         and (distance := _distance(w, g)) <= _FARTHEST
     )
     taken: set[int] = set()
@@ -458,6 +687,8 @@ def _sized(m: Measured, size: int | None) -> Measured:
     """A measured row whose group size was not recorded, with the size of the role it was given."""
     if m.group_size is not None or size is None or m.off_rank is not None:
         return m
+    if m.width is not None:
+        return replace(m, group_size=size)  # which of its rows stay is not known
     off = traffic.off_rank_bytes(m.op, m.payload, size)
     return replace(m, group_size=size, off_rank=None if off is None else off * m.calls)
 
@@ -482,7 +713,32 @@ def _avoidable(pair: _Pair) -> int:
     return found
 
 
-def _times(rows: Sequence[Measured]) -> Times:
-    times = [m.time_ns for m in rows if m.time_ns is not None]
-    exposed = [m.exposed_ns for m in rows if m.exposed_ns is not None]
-    return Times(sum(times) if times else None, sum(exposed) if exposed else None)
+def _figures(pair: _Pair) -> Figures:
+    times = [m.time_ns for m in pair.measured if m.time_ns is not None]
+    exposed = [m.exposed_ns for m in pair.measured if m.exposed_ns is not None]
+    found = Figures(sum(times) if times else None, sum(exposed) if exposed else None)
+    if not (pair.varies and pair.by_key and pair.key.width):
+        return found
+    sent = _sum(None if m.in_elems is None else m.in_elems * m.calls for m in pair.measured)
+    received = _sum(None if m.out_elems is None else m.out_elems * m.calls for m in pair.measured)
+    fixed = sum(
+        (0 if c.varies and c.varies.sent else c.in_elems) * c.calls
+        + (0 if c.varies and c.varies.received else c.out_elems) * c.calls
+        for c in pair.expected
+    )
+    both = sum((c.in_elems + c.out_elems) * c.calls for c in pair.expected)
+    width = pair.key.width
+    return found._replace(
+        payload=pair.payload_measured,
+        off_rank=pair.off_rank_measured,
+        sent=sent,
+        received=received,
+        rows=None if sent is None or received is None else (sent + received - fixed) // width,
+        balanced=(both - fixed) // width,
+    )
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    """The sum; None if one is not known."""
+    known = list(values)
+    return None if None in known else sum(v for v in known if v is not None)

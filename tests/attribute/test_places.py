@@ -49,6 +49,16 @@ STEP = ["ta:step 3", "ProfilerStep#3"]
             "tp",
             id="checkpoint without a function of its own",
         ),
+        pytest.param(
+            ["FSDP::post_backward_reduce", "FSDP::root_post_backward_callback"],
+            "backward",
+            "call_path",
+            None,
+            id="behind the engine's last function",
+        ),
+        pytest.param(
+            ["FSDP::all_gather (embedding)", "FSDP::pre_forward (embedding)"], "forward", "call_path", None, id="fsdp2"
+        ),
         pytest.param(["Optimizer.step#Adam.step", *STEP], "optimizer", "call_path", None, id="optimizer"),
         pytest.param(["foo", "Optimizer.step#Adam.step"], "optimizer", "call_path", None, id="in the optimizer"),
     ],
@@ -78,7 +88,7 @@ def test_functions_that_experts_use_too(
     job: Callable[..., Job], function: str, dims: str, dense: str | None, experts: str | None
 ) -> None:
     """With CP 2 a rank has 16 of 32 tokens of a sequence."""
-    moe = job(num_experts=8, expert_model_parallel_size=2, num_layers=2)
+    moe = job(num_experts=8, expert_model_parallel_size=2, num_layers=2, sequence_parallel=True)
     assert place_of([function], dims, job()).role == dense
     assert place_of([function], dims, moe).role == experts
     assert place_of([f"{function}Backward"], dims, moe).role == experts

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from traceanalyzer.attribute import attach
-from traceanalyzer.attribute.roles import GroupConflict, Look, Signature, by_pattern, layout_of, of_groups, same_phase
+from traceanalyzer.attribute.roles import (
+    GroupConflict,
+    Look,
+    Signature,
+    by_pattern,
+    layout_of,
+    of_groups,
+    same_phase,
+    shared_pattern,
+)
 from traceanalyzer.axes import role_of_description
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
@@ -45,7 +54,13 @@ def test_description_then_layout_then_candidates(open_run: Callable[..., Run], j
 
 
 def test_ranks_that_fit_one_role_are_enough(open_run: Callable[..., Run], job: Callable[..., Job]) -> None:
-    one = job(context_parallel_size=1, expert_tensor_parallel_size=1, expert_model_parallel_size=4, num_experts=4)
+    one = job(
+        context_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=4,
+        num_experts=4,
+        sequence_parallel=True,
+    )
     table, _ = of_groups(open_run({"process_group": [group("b", [0, 4])]}), one)
     assert table.to_pylist()[0]["candidates"] == ["dp_cp", "edp", "dp"]
     pipeline = job(
@@ -145,8 +160,40 @@ def test_two_looks_that_could_be_the_same_calls_settle_nothing() -> None:
     assert by_pattern({inside: 1, outside: 1, loss: 3}, [NORM, LOSS]) == {loss: "tp"}
 
 
+ACTIVATIONS = Signature("send", "bfloat16", 64, 64, "forward", 4, "pp", 8)
+MESSAGE = Look("send", "bfloat16", 64, 64, None, None)
+
+
+def test_kinds_of_one_role_that_look_alike_are_summed() -> None:
+    kinds = [ACTIVATIONS, ACTIVATIONS._replace(phase="backward", calls=4)]
+    assert by_pattern({MESSAGE: 12}, kinds) == {MESSAGE: "pp"}
+    assert by_pattern({MESSAGE: 11}, kinds) == {}
+    assert by_pattern({MESSAGE: 12}, [*kinds, ACTIVATIONS._replace(role="world", calls=12)]) == {}
+
+
+def test_of_two_phases_outside_autograd_the_nearer_one_is_meant() -> None:
+    """A gather in the forward pass and one behind the optimizer, both once; the forward one was seen as such."""
+    behind = Signature("all_gather", "bfloat16", 8, 16, "optimizer", 2, "dp_cp", 1)
+    ahead = behind._replace(phase="forward")
+    seen = Look("all_gather", "bfloat16", 8, 16, "forward", None)
+    outside = seen._replace(phase="other")
+    assert by_pattern({seen: 1, outside: 1}, [behind, ahead]) == {seen: "dp_cp", outside: "dp_cp"}
+
+
+def test_kinds_of_several_roles_share_what_looks_alike() -> None:
+    outside = Look("all_reduce", "float32", 1, 1, "other", None)
+    assert shared_pattern({outside: 2}, [NORM, FLAG, LOSS]) == {outside: (NORM, FLAG)}
+    assert shared_pattern({outside: 3}, [NORM, FLAG, LOSS]) == {}
+    assert shared_pattern({outside: 1}, [NORM, LOSS]) == {}
+    inside = outside._replace(phase="optimizer")
+    assert shared_pattern({outside: 2, inside: 2}, [NORM, FLAG]) == {}
+
+
 def test_phases_that_can_be_the_same() -> None:
     assert same_phase("other", "optimizer")
+    assert same_phase("other", "forward", "dp_cp")
+    assert not same_phase("other", "forward", "tp")
+    assert not same_phase("other", "backward", "dp_cp")
     assert not same_phase("optimizer", "other")
     assert not same_phase(None, "other")
 

@@ -192,10 +192,10 @@ def test_a_tolerance_lets_it_pass(run_cli: RunCli, run: Path, job_file: Callable
 
 
 def test_what_cannot_be_judged(run_cli: RunCli, run: Path, job_file: Callable[..., Path]) -> None:
-    job = job_file(tp_comm_overlap=True)
+    job = job_file(decoder_seq_length=8)
     found = run_cli("diff", run, "--job", job)
     assert found.exit_code == 3
-    assert "unknown: not modelled: tp_comm_overlap" in found.stdout
+    assert "unknown: not modelled: decoder_seq_length" in found.stdout
     assert run_cli("diff", run, "--job", job, "--min-coverage", "0").exit_code == 0
 
 

@@ -14,11 +14,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from traceanalyzer import causes
 from traceanalyzer.causes import Cause
-from traceanalyzer.diff import Coverage, Diff, JobConflict, Unattributed
+from traceanalyzer.diff import Coverage, Diff, JobConflict, ReleaseApart, Unattributed
+from traceanalyzer.expect import CHAPTERS
 from traceanalyzer.expect.model import Evidence, ExpectedCall
 from traceanalyzer.job import Job
-from traceanalyzer.matching import Cell
+from traceanalyzer.matching import Cell, Spread
 from traceanalyzer.reports import diff as report
 from traceanalyzer.reports import diff_terminal
 
@@ -499,6 +501,104 @@ def test_names_in_markdown_are_plain_text() -> None:
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {16}
 
 
+ROUTED = replace(
+    CELL,
+    role="ep",
+    op="all_to_all",
+    components=("experts.dispatch", "experts.combine"),
+    payload_bytes_each=None,
+    calls_expected=32,
+    calls_measured=32,
+    off_rank_bytes_expected=Fraction(262_144),
+    off_rank_bytes_measured=Fraction(261_000),
+    varies=True,
+    spread=Spread(4096, 4012, 4180),
+    conserved=True,
+)
+
+
+def test_what_depends_on_the_routing() -> None:
+    text = screen(replace(MATCH, cells=(ROUTED,)), 160)
+    assert "bf16     ~     32    32   256 KiB  ~255 KiB" in text
+    assert (
+        "1  ~ 4,012 to 4,180 rows a rank and step depend on the routing, 4,096 if balanced (0.98 to 1.02 times); all rows "
+        "sent were received\n"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conserved": False}, "(0.98 to 1.02 times); rows sent and received differ"),
+        (
+            {"conserved": None},
+            "; not all ranks of the group were recorded, so that rows sent are rows received is not checked",
+        ),
+        ({"spread": Spread(16, 16, 16)}, "16 rows a rank and step depend on the routing, 16 if balanced (1.00 times)"),
+        ({"spread": None}, "all rows sent were received"),
+    ],
+)
+def test_routing_words(changes: dict[str, Any], words: str) -> None:
+    assert words in report.routing_words(replace(ROUTED, **changes))
+
+
+def test_nothing_is_said_of_routing_where_nothing_was_measured() -> None:
+    assert report.routing_words(replace(ROUTED, calls_measured=0)) == report.routing_words(CELL) == ""
+
+
+def test_a_first_step_is_said() -> None:
+    found = replace(MATCH, first_step=3)
+    words = "step 3 judged as a first step, in which overlapped traffic runs at other places"
+    assert f"-  {words}\n" in screen(found, 160)
+    assert f"\n{words}.\n" in report.markdown(found)
+    assert "first step" not in screen(MATCH, 160) + report.markdown(MATCH)
+
+
+def test_releases_apart() -> None:
+    lost = replace(CELL, components=("embedding",), calls_expected=1, calls_measured=0, verdict="missing")
+    unknown = replace(UNKNOWN, reason="not modelled: experts")
+    found = replace(
+        MATCH,
+        versions_tried=("<=0.7", ">=0.8"),
+        version=">=0.8",
+        versions_apart=(ReleaseApart("<=0.7", (lost, unknown, lost, lost, lost)),),
+    )
+    one = "tp forward all_reduce embedding 1 expected, 0 measured (missing)"
+    other = "? forward all_to_all - - expected, 80 measured (unknown: not modelled: experts)"
+    assert report.apart_words(found.versions_apart[0]) == f"<=0.7: {one}; {other}; {one}; and 2 other rows"
+    assert f"does not fit  <=0.7: {one}" in screen(found, 400)
+    assert "- does not fit &lt;=0.7: tp forward" in report.markdown(found)
+    (apart,) = report.document(found)["versions_apart"]
+    assert (apart["releases"], [c["verdict"] for c in apart["cells"]][:2]) == ("<=0.7", ["missing", "unknown"])
+
+
+def test_routed_cells_in_json() -> None:
+    (cell,) = report.document(replace(MATCH, cells=(replace(ROUTED, transport="deepep"),)))["cells"]
+    assert (cell["varies"], cell["rows_that_vary"], cell["conserved"], cell["transport"]) == (
+        True,
+        {"balanced": 4096, "least": 4012, "most": 4180},
+        True,
+        "deepep",
+    )
+
+
+def test_every_avoidable_code_is_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    rules = [rule for chapter in CHAPTERS for rule in chapter.rules]
+    codes = {avoid.code for rule in rules for avoid in (rule.avoid, rule.or_avoid) if avoid is not None}
+    section = text.split("## Avoidable bytes\n", 1)[1].split("\n## ", 1)[0]
+    assert codes == set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+def test_every_cause_is_documented() -> None:
+    """Codes as they stand in the table of causes: quoted words of the source that a Cause is made with."""
+    text = DOCS.read_text(encoding="utf-8")
+    source = Path(causes.__file__).read_text(encoding="utf-8")
+    codes = set(re.findall(r'Cause\(\s*"(\w+)"', source)) | {"tp_comm_overlap_off", "flex_dispatcher_off"}
+    assert len(codes) > 20
+    assert [code for code in sorted(codes) if f"`{code}`" not in text] == []
+
+
 # -- markdown --------------------------------------------------------------------------------------------------------
 
 
@@ -638,6 +738,8 @@ def test_the_documents_values() -> None:
         "rules": "megatron",
         "version": "0.16",
         "versions_tried": ["0.16"],
+        "versions_apart": [],
+        "first_step": None,
         "coverage": {
             "ranks_present": [0, 1],
             "ranks_declared": 2,
@@ -688,6 +790,10 @@ def test_the_documents_values() -> None:
         "payload_bytes_measured": 5_368_709_120,
         "off_rank_bytes_expected": 9_395_240_960,
         "off_rank_bytes_measured": 1.5,
+        "varies": False,
+        "rows_that_vary": None,
+        "conserved": None,
+        "transport": None,
         "avoidable_bytes": 0,
         "avoidable": [],
         "time_ns": 372_000_123,

@@ -47,6 +47,8 @@ _SHARED_WITH_ROUTER = "_ReduceFromModelParallelRegion"
 
 _ENGINE = "autograd::engine::evaluate_function"
 _BACKWARD = re.compile(r"Backward\d*$")
+# FSDP2's own ranges; what runs after the engine's last function has no engine around it
+_FSDP_BACKWARD = re.compile(r"^FSDP::(?:root_)?(?:pre|post)_backward")
 _CHECKPOINT_BACKWARD = re.compile(r"^(?:_?CheckpointFunction|_?CheckpointFrame\w*|CheckpointWithoutOutput\w*)Backward$")
 _MARK = re.compile(r"^(?:ProfilerStep#|ta:|Optimizer\.|enumerate\(DataLoader\)|DistributedDataParallel\.|\[)")
 _MICROBATCH = re.compile(r"^ta:microbatch (\d+)$")
@@ -102,11 +104,26 @@ def _phase(path: Sequence[str], job: Job | None) -> tuple[str, str]:
             # what the checkpoint itself calls is no repeated forward work: it gathers the activations it saved in parts
             gathers = i == 0 and job is not None and job.distribute_saved_activations
             return "backward" if gathers else "recompute", "call_path"
-        if name.startswith(_ENGINE) or _BACKWARD.search(name):
+        if name.startswith(_ENGINE) or _BACKWARD.search(name) or _FSDP_BACKWARD.match(name):
             # a forward function inside the backward pass: a checkpoint without a function of its own (saved-tensor hooks)
             return "recompute" if ran_forward else "backward", "call_path"
         ran_forward = ran_forward or name in TENSOR_PARALLEL_FUNCTIONS
     return ("forward", "call_path") if names else ("other", "no_path")
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a range of this name is the backward pass of a checkpoint, in which forward work is repeated."""
+    return _CHECKPOINT_BACKWARD.match(name) is not None
+
+
+def is_backward(name: str) -> bool:
+    """Whether a range of this name is part of the backward pass."""
+    return name.startswith(_ENGINE) or bool(_BACKWARD.search(name)) or bool(_FSDP_BACKWARD.match(name))
+
+
+def is_mark(name: str) -> bool:
+    """Whether a range of this name is a mark that says no place in the model: steps, micro-batches, data loading."""
+    return _MARK.match(name) is not None
 
 
 def _by_shape(in_dims: str | None, job: Job | None) -> str | None:
@@ -124,6 +141,10 @@ def _by_shape(in_dims: str | None, job: Job | None) -> str | None:
     if shape[0] == job.micro_batch_size and shape[1] == local:
         return "embedding"
     return "layers" if shape[0] == local and shape[1] == job.micro_batch_size else None
+
+
+CLASSES = frozenset({"embedding", "layers", "loss"})
+"""Components as coarse as call paths and shapes tell them."""
 
 
 def class_of_component(component: str) -> str | None:

@@ -1,8 +1,8 @@
 """Which role each process group plays, by the first evidence that settles it.
 
-In order: the group's description; its ranks against the job's layout, if one role fits; the functions that call on it,
-among the roles that fit; type, size and count of its traffic. (The replay of a framework's creation order is not
-implemented yet.) Rank sets are not unique keys: TP and ETP, PP and EMBEDDING, CP and EP can coincide.
+In order: the group's description; its name, which is a number, in Megatron's creation order (creation.py); its ranks
+against the job's layout, if one role fits; the functions that call on it, among the roles that fit; type, size and count
+of its traffic. Rank sets are not unique keys: TP and ETP, PP and EMBEDDING, CP and EP can coincide.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from traceanalyzer import axes
+from traceanalyzer.attribute import creation
 from traceanalyzer.errors import JobError
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
@@ -38,6 +39,31 @@ class GroupConflict(NamedTuple):
             ranks = "1 rank" if self.declared == 1 else f"{self.declared} ranks"
             return f"declared {self.role} groups of {ranks}, observed groups of {self.observed}"
         return f"declared a {self.role} group of ranks {_listed(self.declared)}, observed {_listed(self.observed)}"
+
+
+class OrderConflict(NamedTuple):
+    """A group whose name does not follow Megatron's creation order, while ``agreeing`` other groups do.
+
+    name: the group's. declared: the ranks that the layout's group of this name has. observed: its ranks, or their number.
+    """
+
+    name: str
+    role: str
+    declared: tuple[int, ...]
+    observed: int | tuple[int, ...]
+    agreeing: int
+
+    @property
+    def sentence(self) -> str:
+        """The conflict in words."""
+        seen = f"{self.observed} ranks" if isinstance(self.observed, int) else f"ranks {_listed(self.observed)}"
+        return (
+            f"group {self.name} has {seen}; by Megatron's creation order of the declared layout it would be the {self.role} "
+            f"group of ranks {_listed(self.declared)} ({self.agreeing} other groups follow that order)"
+        )
+
+
+Conflict = GroupConflict | OrderConflict
 
 
 def _listed(ranks: int | tuple[int, ...]) -> str:
@@ -83,7 +109,7 @@ def layout_of(job: Job | None) -> axes.Layout | None:
         return None
 
 
-def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[GroupConflict]]:
+def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[Conflict]]:
     """Role of every group of a run (table group_role) and where observed groups contradict the layout.
 
     ``candidates`` of a group are the roles its ranks fit; null where they cannot be compared, because layout or ranks are
@@ -98,6 +124,7 @@ def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[GroupConflict]]
     rows = run.tuples(
         "SELECT rank, group_id, description, group_size, ranks FROM process_group ORDER BY rank, group_id"
     )
+    ordered, broken = _by_creation(rows, layout, job)
     fits: dict[tuple[int, ...], tuple[str, ...]] = {}
     decided: list[tuple[int | None, str, str | None, str | None, tuple[str, ...] | None]] = []
     conflicts: dict[GroupConflict, None] = {}
@@ -109,6 +136,8 @@ def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[GroupConflict]]
             found = _conflict(layout, known, role, size, ranks)
             if found is not None:
                 conflicts[found] = None
+        if role is None and group_id in ordered:
+            role, evidence = ordered[group_id], "creation_order"
         if role is None and layout is not None and ranks is not None:
             key = tuple(ranks)
             candidates = fits[key] if key in fits else fits.setdefault(key, layout.roles_with_ranks(key))
@@ -120,7 +149,36 @@ def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[GroupConflict]]
     table = pa.table(
         {name: pa.array([d[i] for d in decided], types[i]) for i, name in enumerate(names)},
     )
-    return table, _one_of_each_kind(conflicts)
+    return table, [*_one_of_each_kind(conflicts), *broken]
+
+
+def _by_creation(
+    rows: Sequence[tuple[int | None, str, str | None, int | None, list[int] | None]],
+    layout: axes.Layout | None,
+    job: Job | None,
+) -> tuple[dict[str, str], list[OrderConflict]]:
+    """Roles by Megatron's creation order, of group names on which every order that fits agrees, and what breaks it."""
+    observed = creation.observed_names(rows)
+    if layout is None or job is None or layout.grid != "megatron" or not job.framework.startswith("megatron"):
+        return {}, []
+    if all(group.role is not None for group in observed):
+        return {}, []
+    release = creation.release_of(job.megatron_core_version)
+    told = creation.Options(job.enable_gloo_process_groups, job.create_all_gather_group)
+    others = [creation.Options(not told.gloo, told.all_gather)]
+    found = creation.fits(observed, layout, release, [told]) or creation.fits(observed, layout, release, others)
+    if not found:
+        broken = creation.mismatch(observed, layout, release, [told, *others])
+        if broken is None or broken.role is None:
+            return {}, []
+        return {}, [OrderConflict(str(broken.number), broken.role, broken.declared, broken.observed, broken.agreeing)]
+    roles = {"0": "world"}
+    for number in sorted(set().union(*(fit.roles for fit in found))):
+        named = {fit.roles.get(number) for fit in found}
+        role = named.pop() if len(named) == 1 else None
+        if role is not None:
+            roles[str(number)] = role
+    return roles, []
 
 
 def _sizes(layout: axes.Layout) -> dict[str, int]:
@@ -157,11 +215,11 @@ _SIZE_VARIES = frozenset({"embedding", "position_embedding", "hybrid_cp", "cp_l0
 def by_pattern(unknown: Mapping[Look, int], expected: Sequence[Signature]) -> dict[Look, str]:
     """Roles of calls of unknown role whose kind fits exactly one expected kind of call, in size and in count.
 
-    ``unknown``: look -> calls of one rank and step. What was not recorded fits anything; the phase 'other' (outside
-    autograd) fits optimizer and other. Left out are looks that fit nothing or two roles, and those of which several fit
-    the same expected kind: at most one of them can be it.
+    ``unknown``: look -> calls of one rank and step. What was not recorded fits anything (same_phase for the phase).
+    Several kinds of one role that look alike count as one if only their sum fits. Left out are looks that fit nothing or
+    two roles, and those of which several fit the same expected kind: at most one of them can be it.
     """
-    fitting = {look: {s for s in expected if s.calls == calls and _fits(look, s)} for look, calls in unknown.items()}
+    fitting = {look: _as_many(look, calls, expected) for look, calls in unknown.items()}
     claims = Counter(s for kinds in fitting.values() for s in kinds)
     found: dict[Look, str] = {}
     for look, kinds in fitting.items():
@@ -171,14 +229,53 @@ def by_pattern(unknown: Mapping[Look, int], expected: Sequence[Signature]) -> di
     return found
 
 
-def _fits(look: Look, signature: Signature) -> bool:
+def shared_pattern(unknown: Mapping[Look, int], expected: Sequence[Signature]) -> dict[Look, tuple[Signature, ...]]:
+    """Looks of which as many calls were made as all expected kinds of several roles that look so ask for together.
+
+    Which call is on which group cannot be told, and need not be: they are alike in everything else. Left out are looks
+    that compete for a kind.
+    """
+    fitting = {look: tuple(s for s in expected if fits(look, s)) for look in unknown}
+    claims = Counter(s for kinds in fitting.values() for s in kinds)
+    return {
+        look: kinds
+        for look, kinds in fitting.items()
+        if len({s.role for s in kinds}) > 1
+        and sum(s.calls for s in kinds) == unknown[look]
+        and all(claims[s] == 1 for s in kinds)
+    }
+
+
+def _as_many(look: Look, calls: int, expected: Sequence[Signature]) -> set[Signature]:
+    """The expected kinds that look so and come to as many calls, one by one or all of a role together."""
+    by_role: dict[str, list[Signature]] = {}
+    for s in expected:
+        if fits(look, s):
+            by_role.setdefault(s.role, []).append(s)
+    found: set[Signature] = set()
+    for kinds in by_role.values():
+        single = [s for s in kinds if s.calls == calls]
+        nearest = min((_PHASE_DISTANCE.get(s.phase, 0) for s in single), default=0) if look.phase == "other" else 0
+        if single:
+            found.update(s for s in single if look.phase != "other" or _PHASE_DISTANCE.get(s.phase, 0) == nearest)
+        elif sum(s.calls for s in kinds) == calls:
+            found.update(kinds)
+    return found
+
+
+_PHASE_DISTANCE = {"other": 0, "optimizer": 1, "forward": 2}
+"""How far an expected phase is from "other": of two that fit, the nearer one is meant."""
+
+
+def fits(look: Look, signature: Signature) -> bool:
+    """Whether a call that looks so can be one of this kind; what was not recorded fits anything."""
     return (
         look.op == signature.op
         and look.dtype in (None, signature.dtype)
         and look.in_elems == signature.in_elems
         and look.out_elems in (None, signature.out_elems)
         and look.group_size in (None, signature.group_size)
-        and (look.phase is None or same_phase(look.phase, signature.phase))
+        and (look.phase is None or same_phase(look.phase, signature.phase, signature.role))
     )
 
 
@@ -208,9 +305,19 @@ def settle(run: Run, settled: Mapping[tuple[int, int, Look], str]) -> None:
     )
 
 
-def same_phase(measured: str | None, expected: str) -> bool:
-    """Whether a measured phase can be the expected one: what lies outside autograd may be optimizer or other."""
-    return measured == expected or (measured == "other" and expected == "optimizer")
+_OUTSIDE_FUNCTIONS = frozenset({"dp_cp", "edp", "intra_dp_cp", "intra_edp"})
+"""Roles whose forward calls are made by module hooks, outside of every autograd function: parameter gathers."""
+
+
+def same_phase(measured: str | None, expected: str, role: str | None = None) -> bool:
+    """Whether a measured phase can be the expected one.
+
+    What lies outside autograd and modules ("other") may be optimizer or other and, on a data-parallel role, a gather of
+    parameters in the forward pass.
+    """
+    if measured == expected:
+        return True
+    return measured == "other" and (expected == "optimizer" or (expected == "forward" and role in _OUTSIDE_FUNCTIONS))
 
 
 _CALLERS = """
