@@ -54,6 +54,7 @@ def memory_document(job: Job, stages: Sequence[Memory]) -> dict[str, Any]:
         "megatron_estimate": None
         if first is None
         else {
+            "release": "0.16.1",
             "weights_and_optimizer_bytes": _number(first.weights_and_optimizer),
             "elsewhere_bytes": None if first.elsewhere is None else _number(first.elsewhere),
             "activations_bytes": _number(first.activations),
@@ -62,11 +63,40 @@ def memory_document(job: Job, stages: Sequence[Memory]) -> dict[str, Any]:
     }
 
 
-def memory_screen(job: Job, stages: Sequence[Memory], *, exact: bool = False) -> RenderableType:
-    """One row per part, one column per stage (of alike stages only the first), Megatron's own estimate below."""
+def memory_screen(job: Job, stages: Sequence[Memory], *, exact: bool = False, width: int = 160) -> RenderableType:
+    """One row per part, one column per stage (alike stages share one), Megatron's own estimate below.
+
+    width: of the terminal; stages that do not fit beside each other stand in a table of their own.
+    """
     shown = _different(stages)
+    tables: list[RenderableType] = []
+    for start in range(0, len(shown), max(1, _most_stages(shown, width))):
+        block = shown[start : start + max(1, _most_stages(shown, width))]
+        tables += [_memory_table(block, exact=exact), Text()]
+    notes = list(dict.fromkeys(words for one in stages for words in one.not_counted))
+    parts_below: list[RenderableType] = [Text(job_words(job)), Text(), *tables]
+    estimate = stages[0].megatron
+    if estimate is not None:
+        state, kept = (human_bytes(n, exact=exact) for n in (estimate.weights_and_optimizer, estimate.activations))
+        parts_below.append(
+            Text(f"Megatron's own estimate: {state} weights and optimizer of the fullest stage, {kept} activations")
+        )
+    parts_below += [Text(f"not counted: {words}", "dim") for words in notes]
+    return Group(*parts_below)
+
+
+_LABEL, _FIGURE = 34, 11
+"""Columns for the name of a part, and for one stage at least."""
+
+
+def _most_stages(shown: Sequence[tuple[Memory, str]], width: int) -> int:
+    """Stages that fit beside each other."""
+    return (width - _LABEL) // max(_FIGURE, *(len(words) + 2 for _, words in shown))
+
+
+def _memory_table(shown: Sequence[tuple[Memory, str]], *, exact: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("memory of one rank")
+    table.add_column("memory of one rank", overflow="fold", min_width=_LABEL - 4)
     for _, words in shown:
         table.add_column(words, justify="right", no_wrap=True)
     for kind in (*KINDS, "host"):
@@ -82,16 +112,7 @@ def memory_screen(job: Job, stages: Sequence[Memory], *, exact: bool = False) ->
         sums = [sum(part.bytes.value for part in one.parts if part.kind == kind) for one, _ in shown]
         table.add_row(kind, *(human_bytes(size, exact=exact) for size in sums))
     table.add_row("all on the device", *(human_bytes(one.total(), exact=exact) for one, _ in shown), style="bold")
-    notes = list(dict.fromkeys(words for one in stages for words in one.not_counted))
-    parts_below: list[RenderableType] = [Text(job_words(job)), Text(), table, Text()]
-    estimate = stages[0].megatron
-    if estimate is not None:
-        state, kept = (human_bytes(n, exact=exact) for n in (estimate.weights_and_optimizer, estimate.activations))
-        parts_below.append(
-            Text(f"Megatron's own estimate: {state} weights and optimizer of the fullest stage, {kept} activations")
-        )
-    parts_below += [Text(f"not counted: {words}", "dim") for words in notes]
-    return Group(*parts_below)
+    return table
 
 
 def _size_of(parts: Sequence[Part], kind: str, name: str, expert: bool) -> int:

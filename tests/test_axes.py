@@ -625,3 +625,17 @@ def test_groups_of_recorded_runs() -> None:
                     assert group == tuple(range(first, last + 1, step)), (table.name, row)
                 seen.add(role)
     assert seen >= {"tp", "pp", "dp_cp", "edp", "ep", "etp", "tp_ep", "cp", "dist_opt", "embedding", "mp"}
+
+
+@pytest.mark.parametrize(
+    ("description", "role"),
+    [
+        ("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp_ep_pp"),
+        ("DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "dp"),
+        ("DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "dp_cp"),
+        ("EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "edp"),
+        ("GTP_WEIGHT_REMAT_GROUP", None),
+    ],
+)
+def test_descriptions_of_0_19(description: str, role: str | None) -> None:
+    assert role_of_description(description) == role

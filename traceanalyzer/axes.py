@@ -79,16 +79,30 @@ ROLES: dict[str, Role] = {
         "ETP x EP: token counts; everything of the allgather and flex dispatchers",
     ),
     "dp_cp": Role(
-        ("DATA_PARALLEL_GROUP_WITH_CP", "DATA_PARALLEL_GROUP_WITH_CP_AG", "DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
+        (
+            "DATA_PARALLEL_GROUP_WITH_CP",
+            "DATA_PARALLEL_GROUP_WITH_CP_AG",
+            "DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+            "DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+        ),
         Axis.DP,
         "all replicas of a dense weight: dense gradients and parameters",
     ),
     "edp": Role(
-        ("EXPERT_DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP_AG", "EXPERT_DATA_PARALLEL_GROUP_GLOO"),
+        (
+            "EXPERT_DATA_PARALLEL_GROUP",
+            "EXPERT_DATA_PARALLEL_GROUP_AG",
+            "EXPERT_DATA_PARALLEL_GROUP_GLOO",
+            "EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+        ),
         Axis.DP,
         "all replicas of an expert weight: expert gradients and parameters",
     ),
-    "dp": Role(("DATA_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_GLOO"), Axis.DP, "metric averages; never gradients"),
+    "dp": Role(
+        ("DATA_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_GLOO", "DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+        Axis.DP,
+        "metric averages; never gradients",
+    ),
     "intra_dp_cp": Role(
         ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
         Axis.DP,
@@ -120,7 +134,11 @@ ROLES: dict[str, Role] = {
         ("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",), OTHER, "FP8 amax, global auxiliary loss, expert bias"
     ),
     "tp_dp": Role(("TENSOR_AND_DATA_PARALLEL_GROUP",), OTHER, "FP8 amax without context parallelism"),
-    "tp_ep_pp": Role(("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",), OTHER, "ETP x EP x PP: expert gradient norm"),
+    "tp_ep_pp": Role(
+        ("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
+        OTHER,
+        "ETP x EP x PP: expert gradient norm",
+    ),
     "dist_opt": Role(
         ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",),
         OTHER,
@@ -491,6 +509,10 @@ class Layout:
         self._check_rank(rank)
         if role == "hybrid_cp":
             raise JobError("a rank is in several hybrid_cp groups, one of each size; use groups('hybrid_cp')")
+        if role in self._plain_tokens and role not in self._groups:
+            grid, tokens = self._plain_tokens[role]
+            base = rank - sum(grid.digit(rank, token) * grid.strides[token] for token in set(tokens))
+            return tuple(base + step for step in grid.offsets(tokens))
         return self._members(role).get(rank)
 
     def group_size(self, role: str) -> int:

@@ -52,26 +52,27 @@ rules   megatron 0.16
 10  tp         backward   all_gather      attention.qkv input re-gather  bf16    8 KiB      2      4    16 KiB     16 KiB
 11  tp         backward   reduce_scatter  attention.qkv                  bf16    8 KiB      2      4    16 KiB
 12  tp         backward   all_gather      embedding                      bf16    8 KiB      2      4    16 KiB
-13  tp         other      all_reduce      norm gradients                 f32     512 B      2      1     512 B
+13  tp         other      all_reduce      norm gradients                 f32     512 B      2      1     512 B      256 B
 14  dp_cp      other      all_reduce      gradients                      f32   112 KiB      1      1       0 B
 15  mp         optimizer  all_reduce      gradient norm                  f32       4 B      4      1       6 B
 16  pp         forward    send            activations (next)             bf16    4 KiB      2      4    16 KiB
 17  pp         backward   recv            gradients (next)               bf16    4 KiB      2      4  received
-18  embedding  other      all_reduce      word embedding                 f32    16 KiB      2      1    16 KiB
+18  embedding  other      all_reduce      word embedding                 f32    16 KiB      2      1    16 KiB      8 KiB
 
 avoidable  sp_input_regather  64 KiB off-rank over these ranks: no setting removes it
+avoidable  fp32_reduction  16.5 KiB off-rank over these ranks: --grad-reduce-in-bf16 removes it
 
-2 ranks: 112 calls a step, 449 KiB off-rank, 64 KiB of it avoidable
+2 ranks: 112 calls a step, 449 KiB off-rank, 80.5 KiB of it avoidable
 """
 
 SUMS = """\
          role       calls  payload  off-rank  received  avoidable  c10d
-rank 3   tp            65  420 KiB   212 KiB               48 KiB
+rank 3   tp            65  420 KiB   212 KiB             48.4 KiB
 rank 3   dp_cp          1  113 KiB       0 B
 rank 3   mp             1      4 B       6 B
 rank 3   pp             4   16 KiB    16 KiB    16 KiB
-rank 3   embedding      1   16 KiB    16 KiB
-rank 3   all           72  565 KiB   244 KiB    16 KiB     48 KiB
+rank 3   embedding      1   16 KiB    16 KiB                8 KiB
+rank 3   all           72  565 KiB   244 KiB    16 KiB   56.4 KiB
 """
 
 EXPLANATION = """\
@@ -118,7 +119,7 @@ def test_every_stage_is_the_default(run_cli: RunCli, job_file: Path) -> None:
     shown = _text(run_cli("expect", job_file))
     assert shown == _text(run_cli("expect", job_file, "--all"))
     assert " attention.qkv                  stages 0-1  " in shown
-    assert shown.endswith("4 ranks: 256 calls a step, 937 KiB off-rank, 160 KiB of it avoidable\n")
+    assert shown.endswith("4 ranks: 256 calls a step, 937 KiB off-rank, 193 KiB of it avoidable\n")
 
 
 def test_sums(run_cli: RunCli, job_file: Path) -> None:
@@ -141,7 +142,9 @@ def test_beside_the_document(run_cli: RunCli, job_file: Path) -> None:
     assert lines[at + 1].startswith("E34: real Megatron makes these calls")
 
 
-@pytest.mark.parametrize("options", [(), ("--by", "role"), ("--against", "document"), ("--show", "schedule")])
+@pytest.mark.parametrize(
+    "options", [(), ("--by", "role"), ("--against", "document"), ("--show", "schedule"), ("--show", "memory")]
+)
 def test_nothing_is_cut_on_a_narrow_terminal(
     run_cli: RunCli, job_file: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:

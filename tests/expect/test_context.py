@@ -305,12 +305,12 @@ def test_before_the_option_there_is_the_ring() -> None:
         ("a2a", "2.7.0", "0.16.1", 5, False),
         ("a2a", "2.8.0", "0.16.1", 4, False),
         ("a2a", None, "0.16.1", 4, False),  # accepts 2.9 to 2.11
-        ("a2a", None, "0.14.0", 5, False),  # accepts 2.6 and 2.7
+        ("a2a", None, "0.14.0", 5, True),  # names 2.6 and 2.7, but nothing refuses a newer one
         ("a2a", None, "0.13.1", 4, True),
         ("a2a", None, "0.17.0", 4, True),
         ("a2a+p2p", "2.14.1", "0.17.0", 5, False),
         ("a2a+p2p", "2.15.0", "0.17.0", 4, False),
-        ("a2a+p2p", None, "0.16.1", 5, False),
+        ("a2a+p2p", None, "0.16.1", 5, True),
         ("a2a+p2p", None, "0.18.0", 4, True),
     ],
 )

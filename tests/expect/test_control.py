@@ -304,3 +304,19 @@ def test_flags_that_are_off_are_not_named(tiny: Callable[..., Job]) -> None:
     extra = {"exit_duration_in_mins": None, "qk_clip": False, "optimizer": "adam", "log_straggler": "False"}
     job = tiny(extra=extra, timing_log_level=1, barrier_with_L1_time=False)
     assert {entry.what for entry in expect.expected(job, 0).not_modelled} == set()
+
+
+@pytest.mark.parametrize(("release", "role", "ranks"), [("0.12.3", "dp", 2), ("0.13.1", "dp_cp", 4)])
+def test_group_of_the_token_count(tiny: Callable[..., Job], release: str, role: str, ranks: int) -> None:
+    """megatron-core 0.11.0, 0.12.3 and 0.13.1: finalize_model_grads takes the data-parallel group without CP up to 0.12."""
+    sizes = {"world_size": 4, "tensor_model_parallel_size": 1, "context_parallel_size": 2}
+    job = tiny(**sizes, megatron_core_version=release, calculate_per_token_loss=True)
+    rows = [row for row in expect.expected(job, 0).calls if row.component == "token count" and row.op == "all_reduce"]
+    assert [(row.role, row.group_size, row.dtype, row.calls) for row in rows] == [(role, ranks, "int32", 1)]
+
+
+@pytest.mark.parametrize(("release", "dtype"), [("0.16.1", "float32"), ("0.17.0", "int64"), ("0.19.0", "int64")])
+def test_zeros_are_whole_numbers_since_0_17(tiny: Callable[..., Job], release: str, dtype: str) -> None:
+    job = tiny(megatron_core_version=release, log_num_zeros_in_grad=True, framework="megatron-lm")
+    rows = {row.component: row.dtype for row in expect.expected(job, 0).calls if "zero" in row.component}
+    assert rows == {"zero count": dtype, "zeros for the log": "float32"}

@@ -108,6 +108,30 @@ def test_nothing_is_without_a_rule_in_a_usual_job(tiny: Callable[..., Job]) -> N
     }
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_experts": 4, "moe_layer_freq": 4, "use_distributed_optimizer": True},
+        {"num_experts": 4, "moe_layer_freq": (1, 0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0)},
+        {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2, "num_microbatches": 6},
+        {"first_last_layers_bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    ],
+)
+def test_alike_stages_are_worked_out_once(tiny: Callable[..., Job], options: dict[str, Any]) -> None:
+    """Where every release is tried, a middle stage may stand for others: the same as working out each by itself."""
+    sizes = {"pipeline_model_parallel_size": 6, "num_layers": 12, "num_microbatches": 8}
+    stages = {**sizes, **options}["pipeline_model_parallel_size"]
+    job = tiny(megatron_core_version=None, **{**sizes, "world_size": 2 * int(stages), **options})
+    for stage in range(job.pipeline_model_parallel_size):
+        rank = job.layout.rank_of(pp=stage)
+        for variant in expect.expectations(job, rank):
+            release = variant.releases.replace(",", "-").split("-")[-1].strip(" <>=")
+            alone = expect.expected(job, rank, version=release)
+            assert variant.expectation.calls == alone.calls
+            assert {row.stage for row in variant.expectation.calls} == {stage}
+
+
 def test_rule_set_must_be_known(tiny: Callable[..., Job]) -> None:
     with pytest.raises(JobError, match="megatron, document"):
         expect.expected(tiny(), 0, rules="other")  # type: ignore[arg-type]

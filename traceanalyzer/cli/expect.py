@@ -142,7 +142,7 @@ def _plan(
     found = [memory.estimate(job, one) for one in ranks]
     if form == "json":
         return json.dumps(plan.memory_document(job, found), indent=1) + "\n", None
-    return "", plan.memory_screen(job, found, exact=exact)
+    return "", plan.memory_screen(job, found, exact=exact, width=console_for(None).width)
 
 
 def _write(out: Path | None, text: str, screen: RenderableType | None) -> None:

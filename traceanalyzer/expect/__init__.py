@@ -96,12 +96,45 @@ def _variants_of_place(
     job: Job, stage: int, cp: int, rules: RuleSet, first_step: bool
 ) -> tuple[tuple[str, Expectation], ...]:
     """Words for releases, and what they make every rank of a place send."""
+    alike = _stage_like(job, stage)
+    if alike != stage:
+        return tuple(
+            (words, replace(found, calls=tuple(row.on_stage(stage) for row in found.calls)))
+            for words, found in _variants_of_place(job, alike, cp, rules, first_step)
+        )
     groups: dict[tuple[object, ...], tuple[Expectation, list[versions.Release]]] = {}
     for release in versions.KNOWN:
         found = _of_place(job, stage, cp, rules, release, None, first_step)
         key = (tuple(row.same for row in found.calls), found.not_modelled)
         groups.setdefault(key, (found, []))[1].append(release)
     return tuple((versions.span(members), found) for found, members in groups.values())
+
+
+def _stage_like(job: Job, stage: int) -> int:
+    """The lowest stage that sends the same in every release: of middle stages with the same kinds of layers, the first.
+
+    The stage itself where its number or the numbers of its layers may matter.
+    """
+    last = job.pipeline_model_parallel_size - 1
+    by_number = (
+        job.pipeline_model_parallel_layout is not None
+        or len(job.cp_comm_type) > 1
+        or job.first_last_layers_bf16
+        or job.mtp_num_layers
+    )
+    if not 1 < stage < last or by_number:
+        return stage
+    kinds = [_kinds_of_layers(job, one) for one in range(1, stage + 1)]
+    return 1 + kinds.index(kinds[-1])
+
+
+@lru_cache(maxsize=1024)
+def _kinds_of_layers(job: Job, stage: int) -> tuple[tuple[bool, ...], ...]:
+    """For each model chunk of a stage, whether its layers have experts."""
+    chunks = job.virtual_pipeline_model_parallel_size or 1
+    return tuple(
+        tuple(job.is_moe_layer(layer) for layer in job.layers_on_stage(stage, chunk)) for chunk in range(chunks)
+    )
 
 
 def _with_defaults(job: Job, release: versions.Release) -> Job:

@@ -383,7 +383,10 @@ def _unknown(place: Place) -> Iterable[NotModelled]:
     exchanges = {comm: _levels(place, comm) for comm in used if comm in ("a2a", "a2a+p2p")}
     for comm, (exchanged, ring) in exchanges.items():
         behaviour = "a2a keeps its output" if ring == 1 else "a2a+p2p keeps its output"
-        if exchanged > 1 and not job.forward_only and _te_has(place, behaviour) is None:
+        # a release names what it accepts, but nothing stops a newer TransformerEngine, which keeps its output
+        has = _te_has(place, behaviour)
+        unknown = has is None or (not has and not job.transformer_engine_version)
+        if exchanged > 1 and not job.forward_only and unknown:
             role = "cp" if comm == "a2a" else "cp_l0"
             yield NotModelled(f"{comm}: version of TransformerEngine unknown", (role,), ("backward",), ("all_to_all",))
     if _fp8_attention(place):

@@ -19,7 +19,7 @@ learning rate        Megatron-LM's training_log             mp since 0.11
 parameter norm       Megatron-LM, with log_params_norm      dp_cp, mp, tp_ep_pp unless its ranks are those of mp; since
                                                             0.14
 rerun state          Megatron-LM's train_step               world, unless rerun_mode is disabled
-token count          megatron-core's finalize_model_grads   pp and dp_cp, with calculate_per_token_loss
+token count          megatron-core's finalize_model_grads   pp, and dp_cp (dp <= 0.12), with calculate_per_token_loss
 ===================  =====================================  ==========================================================
 
 Phases: optimizer for what optimizer.step() does, other for the rest. Source:
@@ -125,6 +125,10 @@ def _statistic(
         )
 
 
+_COUNTS = "counts of zeros"
+
+_PER_TOKEN = "training and calculate_per_token_loss"
+
 RULES: tuple[Rule, ...] = (
     # Loss and tokens of the micro-batches, for the log; the gradient does not depend on it.
     _scalar(
@@ -150,8 +154,9 @@ RULES: tuple[Rule, ...] = (
         elements="loss_values",
         calls="M",
     ),
-    _scalar("token count", "pp", "training and calculate_per_token_loss", _TOKENS, dtype="int32", op="broadcast"),
-    _scalar("token count", "dp_cp", "training and calculate_per_token_loss", _TOKENS, dtype="int32"),
+    _scalar("token count", "pp", _PER_TOKEN, _TOKENS, dtype="int32", op="broadcast"),
+    _scalar("token count", "dp_cp", f"{_PER_TOKEN} and since('token count over CP')", _TOKENS, dtype="int32"),
+    _scalar("token count", "dp", f"{_PER_TOKEN} and not since('token count over CP')", _TOKENS, dtype="int32"),
     _scalar(
         "rerun state",
         "world",
@@ -168,7 +173,9 @@ RULES: tuple[Rule, ...] = (
         phase="optimizer",
     ),
     *_statistic("gradient norm", _HAS_NORM, "1", "statistics", _NORM),
-    _scalar("zero count", "dp_cp", "training and use_torch_fsdp2 and counts_zeros", _ZEROS, phase="optimizer"),
+    _scalar(
+        "zero count", "dp_cp", "training and use_torch_fsdp2 and counts_zeros", _ZEROS, dtype=_COUNTS, phase="optimizer"
+    ),
     *_statistic(
         "gradient norm groups",
         "first_step and clip_grad and since('gradient norm groups')",
@@ -177,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         _GROUPS,
         dtype="int32",
     ),
-    *_statistic("zero count", "counts_zeros", "1", "statistics", _ZEROS),
+    *_statistic("zero count", "counts_zeros", "1", "statistics", _ZEROS, dtype=_COUNTS),
     _scalar("success of the step", "mp", "training and mp_scalars", _STEP, dtype="int32"),
     _scalar("gradient norm for the log", "mp", "training and mp_scalars", _STEP),
     _scalar("zeros for the log", "mp", "training and mp_scalars and log_num_zeros_in_grad", _STEP),

@@ -474,10 +474,6 @@ CHAPTER = Chapter(
                 place.job.ddp_reduce_scatter_with_fp32_accumulation and place.has("reduce-scatter by all-to-all")
             ),
         ),
-        "wide": Symbol(
-            "1 if gradients of bfloat16 parameters are reduced in float32, else 0",
-            lambda place: int(place.job.bf16 and place.job.main_grad_dtype == "float32"),
-        ),
         "gradient_bytes": Symbol(
             "bytes of a gradient", lambda place: 4 if place.job.main_grad_dtype == "float32" else 2
         ),

@@ -714,11 +714,15 @@ Source: Megatron-LM core_v0.16.1, training/theoretical_memory_usage.py.
 
 
 def megatron_estimate(job: Job) -> MegatronEstimate | None:
-    """What Megatron-LM 0.16.1 would print as theoretical memory footprint; None for a hybrid model, as there.
+    """What Megatron-LM 0.16.1 would print as theoretical memory footprint.
+
+    None for a hybrid model, as there, and for a job of 0.18 or later, which counts experts another way.
 
     Raises JobError if the job does not say a size that is needed.
     """
     if is_on(job, "hybrid_override_pattern") or is_on(job, "hybrid_layer_pattern") or is_on(job, "is_hybrid_model"):
+        return None
+    if job.megatron_core_version and versions.parse(job.megatron_core_version) >= (0, 18):
         return None
     (layers,) = job.require("num_layers")
     place = Place(job, 0, versions.KNOWN[-1])

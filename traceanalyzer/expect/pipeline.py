@@ -41,7 +41,7 @@ from dataclasses import replace
 from traceanalyzer.expect import schedule, versions
 from traceanalyzer.expect.model import Evidence
 from traceanalyzer.expect.place import Place, Symbol
-from traceanalyzer.expect.rules import Chapter, Gap, Rule
+from traceanalyzer.expect.rules import Avoid, Chapter, Gap, Rule
 
 _CODE = "pipeline_parallel/schedules.py, p2p_communication.py: _communicate"
 _RECORDED = Evidence(
@@ -150,6 +150,7 @@ RULES: tuple[Rule, ...] = (
         when="training and embedding_shared",
         calls="1",
         evidence=_EMBEDDING,
+        avoid=Avoid("fp32_reduction", "--grad-reduce-in-bf16", "wide * V/TP * H * 2*(holders-1)/holders * 2"),
         document="E34",
     ),
 )
@@ -196,6 +197,7 @@ def _embedding_shared(place: Place) -> bool:
 
 
 SYMBOLS = {
+    "holders": Symbol("stages that hold the word embedding", lambda place: place.job.layout.group_size("embedding")),
     "S_pp": Symbol("sequence length of a pipeline message, tokens", _length),
     "on_default_group": Symbol(
         "whether messages of an operation go over the default group",

@@ -210,6 +210,10 @@ COMMON: dict[str, Symbol] = {
     "mtp_layers": Symbol(
         "layers of multi-token prediction on the stage", lambda place: mtp_layers(place.job, place.stage)
     ),
+    "wide": Symbol(
+        "1 if gradients of bfloat16 parameters are reduced in float32, else 0",
+        lambda place: int(place.job.bf16 and place.job.main_grad_dtype == "float32"),
+    ),
     "first_step": Symbol("whether it is the first step after start or evaluation", lambda place: place.first_step),
     "training": Symbol("whether there is a backward pass", lambda place: not place.job.forward_only),
 }

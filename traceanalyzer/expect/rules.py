@@ -29,6 +29,7 @@ DTYPES: dict[str, Callable[[Place], str]] = {
     "router": lambda place: _router_dtype(place),
     "Megatron-FSDP gradients": lambda place: sharded_gradients(place),
     "pipeline messages": lambda place: _pipeline_dtype(place),
+    "counts of zeros": lambda place: "int64" if place.has("zeros counted as whole numbers") else "float32",
 }
 """Element types that depend on the job; any other text in a rule is a type as torch names it."""
 

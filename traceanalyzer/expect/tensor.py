@@ -892,6 +892,7 @@ _ONCE: tuple[Rule, ...] = (
         calls="1",
         evidence=_NORMS,
         note="one coalesced call after the last backward: every rank saw its own part of the sequence",
+        avoid=Avoid("fp32_reduction", "--grad-reduce-in-bf16", "wide * replicated_elements * 2*(TP-1)/TP * 2"),
         document="E34",
     ),
 )

@@ -95,6 +95,10 @@ SINCE: dict[str, Release] = {
     "number of buckets": (0, 12),
     # optimizer/__init__.py, _get_param_groups: groups of all ranks are united; before, a rank without experts had none
     "same optimizers everywhere": (0, 14),
+    # optimizer/clip_grads.py: count_zeros_fp32 (total_num_zeros is int64)
+    "zeros counted as whole numbers": (0, 17),
+    # distributed/finalize_model_grads.py: get_data_parallel_group(with_context_parallel=True); before, without it
+    "token count over CP": (0, 13),
     # optimizer/optimizer.py, ChainedOptimizer.step: only with log_num_zeros_in_grad; 0.12 counts in any case
     "zeros counted on request": (0, 13),
     # training/utils.py: calc_params_l2_norm; before, without CP, and other groups for experts
