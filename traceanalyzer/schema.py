@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-SCHEMA_VERSION = (1, 0)
+SCHEMA_VERSION = (1, 1)
 """Major, minor. A reader refuses a newer major version; a minor version only adds columns or words."""
 
 META_SCHEMA = "traceanalyzer.schema"
 META_JOB_CAPTURED = "traceanalyzer.job.captured"
 META_JOB_INTENDED = "traceanalyzer.job.intended"
 META_IMPORT = "traceanalyzer.import"
-"""Keys of the Parquet key-value metadata: schema version, the job's own words, the user's words, the import's status."""
+META_LAUNCH = "traceanalyzer.launch"
+"""Keys of the Parquet key-value metadata: schema version, the job's own words, the user's words, the import's status, and
+what the launcher wrote into RUN_DIR/run.json."""
 
 KINDS: dict[str, str] = {
     "comm_record": "one collective or point-to-point call on one rank, as one source saw it",
@@ -73,6 +75,7 @@ _ALL = tuple(KINDS)
 _TIMED = ("comm_record", "cpu_op", "kernel", "span")
 _HOST = ("comm_record", "cpu_op", "span")
 _C = ("comm_record",)
+_PLACED = ("comm_record", "span")
 _K = ("kernel",)
 _G = ("process_group",)
 _R = ("rank",)
@@ -129,7 +132,23 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column("in_dims", _DICT, "elements", "Input dimensions as recorded (JSON text).", ("comm_record", "cpu_op")),
     # one call
-    Column("call_id", _I64, "", "Number of the call on its rank, in order of issue, from 0.", _C),
+    Column(
+        "call_id",
+        _I64,
+        "",
+        "Number of the call on its rank, from 0. In a run of one source: in order of issue. Rows of several sources that "
+        "hold one call share it; calls that a hook did not record are numbered behind those that it did. Null: it is not "
+        "known which call of another source this is (a flight recorder's beside a hook's); such rows are not in the view "
+        "comm.",
+        _C,
+    ),
+    Column(
+        "hook_call",
+        _I64,
+        "",
+        "Number that our hook gave the call, in its log and on the range it opens in a trace. Null: not seen by the hook.",
+        _C,
+    ),
     Column(
         "coalesce_id",
         _I64,
@@ -181,7 +200,7 @@ COLUMNS: tuple[Column, ...] = (
         _BOOL,
         "",
         "all_to_all only: whether the split is known (an empty recorded list means even). "
-        "False: the recorded list was shortened.",
+        "False: the recorded list was shortened, or is missing.",
         _C,
     ),
     Column("is_async", _BOOL, "", "Whether the caller asked for an asynchronous call.", _C),
@@ -192,7 +211,8 @@ COLUMNS: tuple[Column, ...] = (
         _DICT,
         "",
         "What start_ns and dur_ns of a call rest on: kernel (device time), backend_range "
-        "(a host range such as gloo's). Null: no time.",
+        "(a host range such as gloo's), cuda_event (a flight recorder's measured duration), watchdog (times at which a "
+        "flight recorder noticed start and end, which is late). Null: no time.",
         _C,
     ),
     Column(
@@ -208,8 +228,18 @@ COLUMNS: tuple[Column, ...] = (
         _DICT,
         "",
         "full; no_kernel (no device work is tied to the call); kernel_only (seen on the device alone); "
-        "launched_before_window (work whose launch lies before the recording); cut (the file ends inside it).",
-        (*_C, "kernel"),
+        "launched_before_window (work whose launch lies before the recording); cut (the file ends inside it); "
+        "not_profiled (recorded by a hook or a flight recorder alone: whether and when device work ran for it is not "
+        "known). A span of category step: full, or cut (its end or calls inside it are missing).",
+        (*_C, "kernel", "span"),
+    ),
+    Column(
+        "work_state",
+        _DICT,
+        "",
+        "How far the call had come when a flight recorder was dumped: scheduled, started, completed. With gloo it stays "
+        "scheduled.",
+        _C,
     ),
     Column(
         "call_path",
@@ -219,12 +249,12 @@ COLUMNS: tuple[Column, ...] = (
         "operators and the call's own records.",
         _C,
     ),
-    Column("recorded_step", _I64, "", "Training step, as a hook recorded it.", _C),
-    Column("recorded_microbatch", _I32, "", "Micro-batch, as a hook recorded it.", _C),
-    Column("recorded_chunk", _I32, "", "Virtual pipeline chunk, as a hook recorded it.", _C),
-    Column("recorded_layer", _I32, "", "Layer (from 0), as a hook recorded it.", _C),
-    Column("recorded_phase", _DICT, "", "Phase, as a hook recorded it.", _C),
-    Column("recorded_component", _DICT, "", "Component, as a hook recorded it.", _C),
+    Column("recorded_step", _I64, "", "Training step, as a hook recorded it.", _PLACED),
+    Column("recorded_microbatch", _I32, "", "Micro-batch, as a hook recorded it.", _PLACED),
+    Column("recorded_chunk", _I32, "", "Virtual pipeline chunk, as a hook recorded it.", _PLACED),
+    Column("recorded_layer", _I32, "", "Layer (from 0), as a hook recorded it.", _PLACED),
+    Column("recorded_phase", _DICT, "", "Phase, as a hook recorded it.", _PLACED),
+    Column("recorded_component", _DICT, "", "Component, as a hook recorded it.", _PLACED),
     # one device activity
     Column("device", _I32, "", "Device ordinal in its process.", (*_K, "rank")),
     Column("stream", _I64, "", "Stream on the device.", (*_K, "comm_record")),
@@ -254,8 +284,8 @@ COLUMNS: tuple[Column, ...] = (
         "ranks_source",
         _DICT,
         "",
-        "Where the ranks come from: header, call (as shown on a call), inferred (filled in "
-        "or derived). Null: not known.",
+        "Where the ranks come from: hook (read from the group object), header, flight_recorder, call (as shown on a "
+        "call), inferred (filled in or derived). Null: not known.",
         _G,
     ),
     # one rank
@@ -274,8 +304,14 @@ COLUMNS: tuple[Column, ...] = (
         "First start of a host event: device work launched earlier is older than the recording.",
         _R,
     ),
-    Column("source_file", _TEXT, "", "Name of the file the rank was read from.", ("rank", "issue")),
-    Column("source_sha256", _TEXT, "", "Hash of that file as it lies on disk.", _R),
+    Column(
+        "source_file",
+        _TEXT,
+        "",
+        "Name of the file the rank was read from; of several windows of one rank: their names, separated by commas.",
+        ("rank", "issue"),
+    ),
+    Column("source_sha256", _TEXT, "", "Hash of that file (or those files, in order) as it lies on disk.", _R),
     Column("versions", _TEXT, "", "Versions found in the source (JSON object of text).", _R),
     Column("events_read", _I64, "events", "Events found in the source.", _R),
     Column("rows_kept", _I64, "rows", "Rows kept.", _R),

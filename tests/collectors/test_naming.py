@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from traceanalyzer.collectors import naming
+from traceanalyzer.collectors import hooks, naming
 
 WORKER = Path(__file__).with_name("naming_worker.py")
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "megatron_tp2_sp"
@@ -55,7 +55,7 @@ def test_without_torch_nothing_is_installed_and_the_block_runs() -> None:
 import sys
 sys.modules["torch"] = None  # the import of torch fails
 import traceanalyzer.collectors
-from traceanalyzer.collectors import naming
+from traceanalyzer.collectors import hooks, naming
 done = []
 with naming.name_groups(), naming.mark("step 0"):
     done.append("ran")
@@ -376,12 +376,12 @@ def test_an_error_of_the_hook_disables_it_and_the_call_runs_once(
 
     try:
         naming.install()
-        hook = naming._hook
+        hook = hooks.current()
         assert hook is not None
         if where == "describe":
-            monkeypatch.setattr(naming, "_describe", fail)
+            monkeypatch.setattr(hooks, "arguments", fail)
         elif where == "count":
-            monkeypatch.setattr(hook, "count", fail)
+            monkeypatch.setattr(hook, "learn", fail)
         else:
             scope = type("Scope", (), {"__enter__": lambda self: self, "__exit__": fail})
             monkeypatch.setattr(hook, "range", lambda *_args: scope())
@@ -455,7 +455,7 @@ def test_a_long_list_of_ranks_is_complete(profiled: Any) -> None:
 
 
 def test_text_is_made_fit_for_the_trace() -> None:
-    assert naming._text('a "b" \\ c\n\u4e2d') == "a 'b' / c??"
+    assert hooks.text('a "b" \\ c\n\u4e2d') == "a 'b' / c??"
 
 
 # The fixture ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ _END = 2**63 - 1
 class Step:
     """One step of one rank.
 
-    number: None where the recording does not number it. complete: False for the last step of a file that was cut, and
-    for one whose end was not recorded.
+    number: None where the recording does not number it. complete: False for the last step of a file that was cut, for
+    one whose end was not recorded, and for one in which a hook lost calls.
     """
 
     rank: int | None
@@ -39,6 +39,11 @@ def of_ranks(run: Run) -> list[Step]:
     recorded = run.tuples(
         """SELECT rank, recorded_step, min(coalesce(t_issue_ns, start_ns)), max(coalesce(t_issue_ns, start_ns)) + 1
            FROM recorded_comm WHERE recorded_step IS NOT NULL GROUP BY ALL ORDER BY rank, 3"""
+    )
+    spans = run.tuples(
+        """SELECT rank, recorded_step, start_ns, start_ns + dur_ns, completeness = 'full' FROM span
+           WHERE source = 'hook' AND category = 'step' AND recorded_step IS NOT NULL AND start_ns IS NOT NULL
+           ORDER BY rank, start_ns"""
     )
     marks = run.tuples(
         """SELECT rank, name, start_ns, start_ns + dur_ns FROM span
@@ -63,6 +68,21 @@ def of_ranks(run: Run) -> list[Step]:
     )
     steps: list[Step] = []
     for rank, start, cut in ranks:
+        told = [
+            Step(r, n, low, _END if high is None else high, "recorded", bool(w and high))
+            for r, n, low, high, w in spans
+            if r == rank
+        ]
+        if told:
+            # a step without a span of its own: its end was not recorded
+            named = {step.number for step in told}
+            told += [
+                Step(r, n, low, high, "recorded", False)
+                for r, n, low, high in recorded
+                if r == rank and n not in named and low
+            ]
+            steps += sorted(told, key=lambda step: step.start_ns)
+            continue
         ranges = [(n, low, high, "recorded") for r, n, low, high in recorded if r == rank and low is not None]
         ranges = ranges or _marked([(name, low, high) for r, name, low, high in marks if r == rank])
         if not ranges and start is not None:

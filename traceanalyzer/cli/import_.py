@@ -74,7 +74,13 @@ def import_command(
     traces can be trusted, and no file was written.
     """
     from traceanalyzer.importers import default_workers, import_traces, trace_files
+    from traceanalyzer.importers.run_dir import is_run_dir
 
+    folder = next((t for t in traces if is_run_dir(t)), None)
+    if folder is not None:
+        raise click.UsageError(
+            f"{folder} is what a collector left, more than traces: traceanalyzer merge {folder} -o {out} makes one run of it."
+        )
     files = trace_files(list(traces))
     if rank is not None and len(files) > 1:
         raise click.UsageError(

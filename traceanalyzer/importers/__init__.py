@@ -23,10 +23,11 @@ import pyarrow.parquet as pq
 
 from traceanalyzer import schema
 from traceanalyzer.errors import InputError
+from traceanalyzer.importers import flight_recorder, hook_log
 from traceanalyzer.importers.kineto import Summary, import_file, trace_files
 from traceanalyzer.importers.spool import RunWriter, table_of
 
-__all__ = ["ImportResult", "import_traces", "merge_files", "trace_files"]
+__all__ = ["ImportResult", "import_traces", "merge_files", "read_all", "trace_files"]
 
 STATUSES = ("complete", "complete with rejects", "partial", "refused")
 """From best to worst."""
@@ -83,7 +84,7 @@ def import_traces(
     workers: int = 1,
     progress: Callable[[Path, int], None] | None = None,
 ) -> ImportResult:
-    """Imports Kineto traces (files or folders) into a run table.
+    """Imports recordings into a run table: Kineto traces (files or folders), a collector's logs, flight recorder dumps.
 
     ``out`` is a Parquet file, or a folder (an existing one, or a name without suffix): then one file per rank, and
     rank files of an earlier import that are not part of this one are removed. Nothing changes there before everything is
@@ -101,29 +102,35 @@ def import_traces(
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".traceanalyzer-", dir=out.parent))
     try:
-        summaries = _read_all(files, work, told_rank, workers, progress)
+        summaries = read_all(files, work, [told_rank] * len(files), workers, progress)
         return _settle(summaries, out, dict(metadata or {}), work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _read_one(path: Path, folder: Path, told_rank: int | None, progress: Callable[[int], None] | None) -> Summary:
+    """Reads one file by what it is: a collector's log, a flight recorder's dump, else a trace."""
     folder.mkdir()
+    if hook_log.is_log(path):
+        return hook_log.import_file(path, folder / "part.parquet", told_rank=told_rank, progress=progress)
+    if flight_recorder.is_dump(path):
+        return flight_recorder.import_file(path, folder / "part.parquet", told_rank=told_rank)
     return import_file(path, folder / "part.parquet", work=folder, told_rank=told_rank, progress=progress)
 
 
-def _read_all(
+def read_all(
     files: Sequence[Path],
     work: Path,
-    told_rank: int | None,
+    told_ranks: Sequence[int | None],
     workers: int,
     progress: Callable[[Path, int], None] | None,
 ) -> list[Summary]:
+    """What every file gave, in order, its rows in folders inside ``work``; ``told_ranks`` for files that state none."""
     folders = [work / str(i) for i in range(len(files))]
     if workers <= 1 or len(files) == 1:
         return [
-            _read_one(f, d, told_rank, None if progress is None else lambda n, f=f: progress(f, n))  # type: ignore[misc]
-            for f, d in zip(files, folders, strict=True)
+            _read_one(f, d, r, None if progress is None else lambda n, f=f: progress(f, n))  # type: ignore[misc]
+            for f, d, r in zip(files, folders, told_ranks, strict=True)
         ]
     # spawn: a fork would copy DuckDB's and Arrow's threads in an unknown state
     context = multiprocessing.get_context("spawn")
@@ -131,8 +138,8 @@ def _read_all(
     try:
         with concurrent.futures.ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
             futures = {
-                pool.submit(_read_one, f, d, told_rank, None): i
-                for i, (f, d) in enumerate(zip(files, folders, strict=True))
+                pool.submit(_read_one, f, d, r, None): i
+                for i, (f, d, r) in enumerate(zip(files, folders, told_ranks, strict=True))
             }
             for future in concurrent.futures.as_completed(futures):
                 i = futures[future]
@@ -187,7 +194,8 @@ def _settle(summaries: list[Summary], out: Path, metadata: dict[str, str], work:
         return ImportResult("refused", None, summaries, [], issues=_of_files(summaries) + issues)
     worst = max((STATUSES.index(s.status) for s in kept), default=0)
     status = "partial" if issues else STATUSES[worst]
-    metadata = {**metadata, schema.META_IMPORT: json.dumps({"source": "kineto", "status": status})}
+    sources = ", ".join(sorted({s.source for s in kept}))
+    metadata = {**metadata, schema.META_IMPORT: json.dumps({"source": sources, "status": status})}
     parts = [Path(s.part) for s in kept if s.part is not None]
     if _is_folder(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,8 @@ class Metadata(Struct, gc=False, array_like=True):
     is_async: bool | None = None
     block: int | None = None
     """Which start/end block of its group coalesces the call, as our hook counts them."""
+    call: int | None = None
+    """Number that our hook gave the call: ties it to the hook's log."""
 
     @classmethod
     def of(cls, args: Args) -> Metadata | None:
@@ -74,8 +76,8 @@ class Metadata(Struct, gc=False, array_like=True):
 
     @classmethod
     def of_ours(cls, args: Args) -> Metadata | None:
-        """The metadata of a ``ta:`` range (traceanalyzer.collectors.naming), None if it names no group."""
-        if args.ta_pg is None:
+        """The metadata of a ``ta:`` range of our hooks, None if it names neither a group nor a call."""
+        if args.ta_pg is None and args.ta_call is None:
             return None
         return cls(
             dtype=_text(args.dtype),
@@ -94,6 +96,7 @@ class Metadata(Struct, gc=False, array_like=True):
             reduce_op=None if args.ta_reduce in (None, "") else str(args.ta_reduce).lower(),
             is_async=_flag(args.ta_async),
             block=_size(args.ta_coalesce),
+            call=_size(args.ta_call),
         )
 
 
@@ -220,6 +223,26 @@ def nested(events: Iterable[HostEvent]) -> Iterator[tuple[Node, bool]]:
 
 def calls_of(node: Node) -> list[Call]:
     """The calls of one outermost record, [] for a wait or an init."""
+    made = _calls_of(node)
+    if not node.event.name.startswith("ta:"):
+        # a hook that replaces the dispatcher's kernels opens its range inside the operator's record
+        ours = list(_ours(node))
+        if len(ours) == len(made):
+            for call, mark in zip(sorted(made, key=lambda c: c.start_ns), ours, strict=True):
+                fill(call, mark.event.meta)
+    return made
+
+
+def _ours(node: Node) -> Iterator[Node]:
+    """Our own ranges inside a record that say something of a call, outermost ones, in order of start."""
+    for child in node.children:
+        if child.event.name.startswith("ta:") and child.event.meta is not None:
+            yield child
+        else:
+            yield from _ours(child)
+
+
+def _calls_of(node: Node) -> list[Call]:
     event = node.event
     name = event.name
     if name.startswith("ta:"):
@@ -325,7 +348,7 @@ def _call(event: HostEvent, meta: Metadata, sources: list[HostEvent], raw: str |
 
 
 _SIZES = (("in_elems", "in_elems"), ("out_elems", "out_elems"))
-_OF_ONE_CALL = frozenset({"in_elems", "out_elems", "in_splits", "out_splits", "seq", "comms_id", "dtype"})
+_OF_ONE_CALL = frozenset({"in_elems", "out_elems", "in_splits", "out_splits", "seq", "comms_id", "dtype", "call"})
 
 
 def _ids(events: Iterable[HostEvent]) -> tuple[int, ...]:

@@ -76,6 +76,7 @@ _RENAME = {
     "ta_coalesce": "coalesce",
     "ta_in_splits": "in_splits",
     "ta_out_splits": "out_splits",
+    "ta_call": "call",
 }
 
 Number = int | float | str | None
@@ -134,6 +135,7 @@ class Args(Struct, gc=False, rename=_RENAME):
     ta_coalesce: Number = None
     ta_in_splits: Number = None
     ta_out_splits: Number = None
+    ta_call: Number = None
 
 
 class Event(Struct, gc=False):

@@ -94,6 +94,8 @@ class Summary:
     window_start_ns: int | None = None
     events: int = 0
     text_bytes: int = 0
+    source: str = SOURCE
+    pid: int | None = None
 
 
 def rank_of_name(name: str) -> int | None:
@@ -491,6 +493,7 @@ class _Reader:
             window_start_ns=window_start_ns,
             events=self.stream.counts["events"],
             text_bytes=self.stream.text_bytes,
+            pid=pid,
         )
 
     def _rank(self, info: dict[str, Any], told: int | None) -> tuple[int | None, str | None]:

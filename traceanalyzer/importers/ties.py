@@ -244,6 +244,7 @@ class Calls:
                 dtype = self.dtypes.texts[self.gloo_dtype[number]]
             yield {
                 "call_id": int(call_id),
+                "hook_call": meta.call,
                 "coalesce_id": int(self.coalesce_id[number]),
                 "op": call.op,
                 "op_raw": call.op_raw,

@@ -1,0 +1,119 @@
+"""Real jobs under ``traceanalyzer attach``: every call is caught and explained, and the job's results stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from traceanalyzer.run import Run
+
+MEGATRON = {
+    "tp2_sp": 2,
+    "pp2_interleaved": 2,
+    "dp2_distopt_overlap": 2,
+    "ep2": 2,
+    "cp2": 2,
+    "tp2_pp2_interleaved": 4,
+    "pp2_dp2_distopt": 4,
+    "tp2_pp2_cp2_ep2_distopt": 8,
+}
+
+
+def explained(attached: Any, processes: int) -> None:
+    """The diff of the run with what it says of its own job has nothing left over."""
+    code, found = attached.diff("--min-coverage", "1")
+    wrong = [
+        {
+            key: c[key]
+            for key in ("role", "op", "phase", "stage", "dtype", "calls_expected", "calls_measured", "verdict")
+        }
+        for c in found["cells"]
+        if c["verdict"] not in ("match", "avoidable")
+    ]
+    assert not wrong, wrong
+    coverage = found["coverage"]
+    assert (coverage["ranks_present"], coverage["ranks_declared"]) == (list(range(processes)), processes)
+    assert coverage["calls_of_unknown_bytes"] == 0
+    assert (coverage["attributed"], coverage["judged"]) == (1, 1)
+    assert found["job_conflicts"] == []
+    assert found["job"]["used"] == "captured"
+    assert (found["verdict"], code) == ("match", 0)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_under_the_profiler(name: str, jobs: Any) -> None:
+    """A profiler window of two steps on all ranks."""
+    pytest.importorskip("megatron.core")
+    processes = MEGATRON[name]
+    alone = jobs.alone("alone", lambda out: jobs.megatron(name, processes, out))
+    assert alone.code == 0, alone.output
+    attached = jobs.attached(
+        "attached", lambda out: jobs.megatron(name, processes, out), "--steps", "1-2", "--ranks", "all"
+    )
+    assert attached.code == 0, attached.output
+    assert attached.results == alone.results
+    assert len(list((attached.run_dir / "trace").glob("*.json.gz"))) == processes
+    explained(attached, processes)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2_dp2_distopt"])
+def test_megatron_with_hooks_only(name: str, jobs: Any) -> None:
+    pytest.importorskip("megatron.core")
+    processes = MEGATRON[name]
+    alone = jobs.alone("alone", lambda out: jobs.megatron(name, processes, out))
+    attached = jobs.attached("attached", lambda out: jobs.megatron(name, processes, out), "--no-profile")
+    assert attached.code == alone.code == 0, attached.output
+    assert attached.results == alone.results
+    assert not list((attached.run_dir / "trace").glob("*"))
+    explained(attached, processes)
+
+
+# -- torch's own ------------------------------------------------------------------------------------------------------
+
+F32 = "float32"
+LAYER = 16 * 16 + 16
+# job -> calls of one step on one rank: (op, dtype, elements in, elements out) -> how often
+STEP: dict[str, dict[tuple[str, str, int, int], int]] = {
+    # one bucket of all gradients
+    "ddp": {("all_reduce", F32, 3 * LAYER, 3 * LAYER): 1},
+    # each of three layers: parameters before forward and before backward, gradients after it
+    "fsdp2": {("all_gather", F32, LAYER // 2, LAYER): 6, ("reduce_scatter", F32, LAYER, LAYER // 2): 3},
+    # output of the row-parallel layer, and the gradient of the column-parallel layer's input: 4 rows of 16
+    "dtensor_tp": {("all_reduce", F32, 4 * 16, 4 * 16): 2},
+}
+
+
+def calls(out: Path) -> dict[tuple[int, int | None], Counter[tuple[Any, ...]]]:
+    """(rank, step) -> calls as STEP has them; every one is in a group whose ranks are known."""
+    found: dict[tuple[int, int | None], Counter[tuple[Any, ...]]] = {}
+    with Run.open(out) as run:
+        for row in run.rows(
+            "SELECT c.rank, c.recorded_step AS step, c.op, c.dtype, c.in_elems, c.out_elems, c.hook_call, g.ranks "
+            "FROM comm c LEFT JOIN process_group g USING (rank, group_id)"
+        ):
+            assert row["hook_call"] is not None, row  # a call that only the profiler saw
+            if row["op"] != "barrier":
+                assert list(row["ranks"]) == [0, 1]
+            key = (row["op"], row["dtype"], row["in_elems"], row["out_elems"])
+            found.setdefault((row["rank"], row["step"]), Counter())[key] += 1
+    return found
+
+
+@pytest.mark.parametrize("job", STEP)
+def test_jobs_of_torch_itself(job: str, jobs: Any) -> None:
+    """Calls that come from C++ are caught too. Counts and sizes are worked out by hand above."""
+    alone = jobs.alone("alone", lambda out: jobs.command(f"{job}.py", 2, str(out)))
+    assert alone.code == 0, alone.output
+    attached = jobs.attached(
+        "attached", lambda out: jobs.command(f"{job}.py", 2, str(out)), "--steps", "2", "--ranks", "all"
+    )
+    assert attached.code == 0, attached.output
+    assert attached.results == alone.results
+    found = calls(attached.out)
+    for rank in (0, 1):
+        assert found[rank, 2] == STEP[job]
