@@ -30,7 +30,7 @@ demo: $(DEMO_VENV)/.installed  ## import the recorded two-rank run and lay it be
 	$(DEMO_BIN)/traceanalyzer diff demo.parquet
 
 test: $(VENV)/.installed  ## the whole test suite
-	$(BIN)/python -P -m pytest -n 2
+	$(BIN)/python -P -m pytest -n 2 --dist loadfile
 
 check: static test  ## everything CI runs
 

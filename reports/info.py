@@ -154,11 +154,24 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Inferred:
+    """What the groups and the traffic imply of the layout: ``sure`` is proven, likely or unknown, ``reason`` says why.
+
+    ``name``: world_size, tp, cp, pp, ep, etp, dp, order, vpp, num_microbatches, sequence_parallel. ``value`` None: unknown.
+    """
+
+    name: str
+    value: int | str | None
+    sure: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Info:
     """Everything ``traceanalyzer info`` shows. ``missing_ranks`` None: the world size is unknown.
 
     ``present_coordinates``, ``missing_coordinates``: the coordinates that these ranks take on every axis of more than one
-    rank; None without a layout.
+    rank; None without a layout. ``inferred_layout``: what the groups imply without the job, e.g. "TP8"; None: nothing.
     """
 
     run: str
@@ -181,6 +194,8 @@ class Info:
     communication: Communication
     issues: list[issues.Issue]
     questions: list[Question]
+    inferred_layout: str | None
+    inferred: list[Inferred]
 
 
 def document(info: Info) -> dict[str, Any]:
@@ -235,6 +250,8 @@ def collect(run: Run, attribution: Attribution, job: Job | None, used: str | Non
             _moe(run),
             _skew(run),
         ],
+        inferred_layout=attribution.inferred.words,
+        inferred=[Inferred(*fact) for fact in attribution.inferred.facts],
     )
 
 
@@ -495,7 +512,7 @@ def _bubble(run: Run, layout: axes.Layout | None, present: list[int]) -> Questio
         stages, recorded = max(r["stages"] for r in rows), len({r["stage"] for r in rows})
     if stages == 1:
         return Question(question, "no", "one pipeline stage")
-    (marks,) = run.rows("SELECT count(*) FILTER (microbatch IS NOT NULL) AS n FROM comm")
+    (marks,) = run.rows("SELECT count(*) FILTER (microbatch_evidence IN ('recorded', 'mark')) AS n FROM comm")
     said = "micro-batch marks present" if marks["n"] else "no micro-batch marks"
     answer = "yes" if recorded == stages and marks["n"] else "partly"
     return Question(question, answer, f"{recorded} of {stages} stages recorded, {said}")

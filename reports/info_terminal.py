@@ -101,8 +101,31 @@ def _facts(info: Info) -> RenderableType:
                 + (", clocks as recorded" if len(info.ranks) > 1 else ""),
             )
         )
+    rows += _inferred(info)
     rows += [("conflict", Text(sentence, style="yellow")) for sentence in info.conflicts]
     return _grid(rows)
+
+
+_INFERRED_AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+
+
+def _inferred(info: Info) -> list[tuple[str | Text, ...]]:
+    """What the groups imply, where no job says it."""
+    if info.job.used is not None or info.inferred_layout is None:
+        return []
+    facts = {fact.name: fact for fact in info.inferred}
+    named = [facts[name] for name in _INFERRED_AXES]
+    rows: list[tuple[str | Text, ...]] = []
+    for sure in ("proven", "likely"):
+        axes = [f"{f.name.upper()} {f.value}" for f in named if f.sure == sure]
+        if axes:
+            rows.append(("" if rows else "implied", f"{', '.join(axes)}: {sure} by the groups"))
+    rows += [
+        ("", f"{name} {facts[name].value}: {facts[name].sure}, {facts[name].reason}")
+        for name in ("vpp", "num_microbatches", "sequence_parallel")
+        if facts[name].value is not None
+    ]
+    return rows
 
 
 def _job(info: Info) -> str:

@@ -151,7 +151,10 @@ def test_another_layout_is_contradicted(a100: Path) -> None:
     """The groups have no names; that they are of eight ranks shows in who calls on them."""
     with Run.open(a100) as run:
         found = diff(run, Job(**{**A100, "tensor_model_parallel_size": 4}))
-    assert [c.sentence for c in found.job_conflicts] == ["declared tp groups of 4 ranks, observed groups of 8"]
+    assert [c.sentence for c in found.job_conflicts] == [
+        "declared TP4 x DP2, observed groups imply TP8 (proven)",
+        "declared tp groups of 4 ranks, observed groups of 8",
+    ]
     assert found.exit_code == 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traceanalyzer.intervals import Ints, covered, exposed, length, overlap_each, union
+from traceanalyzer.intervals import Ints, active, by_mask, covered, exposed, length, overlap_each, union
 
 Pairs = list[tuple[int, int]]
 SPAN = 64
@@ -124,3 +124,26 @@ def test_the_input_is_left_as_it_was() -> None:
     start, end = arrays([(5, 9), (1, 6)])
     union(start, end)
     assert (start.tolist(), end.tolist()) == ([5, 1], [9, 6])
+
+
+@given(st.lists(pairs(6), max_size=4), st.integers(-10, SPAN), st.integers(-10, SPAN + 30))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_who_is_active_in_a_window(groups: list[Pairs], low: int, high: int) -> None:
+    held = [every_ns(g) for g in groups]
+    expected: dict[int, int] = {}
+    for t in range(low, high):
+        mask = sum(1 << i for i, ns in enumerate(held) if t in ns)
+        expected[mask] = expected.get(mask, 0) + 1
+    start, end, mask = active([arrays(g) for g in groups])
+    assert by_mask(start, end, mask, low, high) == expected
+    assert (start[1:] == end[:-1]).all()
+
+
+def test_sixty_two_groups_are_the_most() -> None:
+    base = 1_790_857_026_000_000_000
+    groups = [arrays([(base + i, base + 100)]) for i in range(62)]
+    found = by_mask(*active(groups), base, base + 200)
+    assert found[2**62 - 1] == 100 - 61
+    assert found[0] == 100
+    with pytest.raises(ValueError, match="63 groups"):
+        active([*groups, groups[0]])

@@ -345,11 +345,14 @@ SELECT rank, step, step_complete, role, role_evidence, op, phase, dtype, in_elem
        CASE WHEN op = 'all_to_all' THEN group_rank END AS group_rank,
        CASE WHEN op = 'all_to_all' THEN splits_known END AS splits_known,
        CASE WHEN op IN ('send', 'recv') THEN peer END AS peer,
-       count(*) AS calls, count(time_source) AS timed,
-       sum(CASE WHEN NOT first_of_its_kernels THEN 0 WHEN time_source = 'kernel' THEN kernel_ns ELSE dur_ns END)::BIGINT
-         AS time_ns,
-       sum(CASE WHEN first_of_its_kernels OR kernel_exposed_ns IS NULL THEN kernel_exposed_ns ELSE 0 END)::BIGINT
-         AS exposed_ns
+       count(*) AS calls,
+       -- with calls outside of every window of the profiler the sums are not those of all calls
+       CASE WHEN count(*) = count(time_source) THEN
+         sum(CASE WHEN NOT first_of_its_kernels THEN 0 WHEN time_source = 'kernel' THEN kernel_ns ELSE dur_ns END)::BIGINT
+       END AS time_ns,
+       CASE WHEN count(*) = count(time_source) THEN
+         sum(CASE WHEN first_of_its_kernels OR kernel_exposed_ns IS NULL THEN kernel_exposed_ns ELSE 0 END)::BIGINT
+       END AS exposed_ns
 FROM numbered GROUP BY ALL ORDER BY ALL
 """
 
@@ -394,7 +397,7 @@ def _measured(row: Mapping[str, Any], layout: axes.Layout) -> Measured:
         component=row["component"],
         calls=row["calls"],
         off_rank=None if off_rank is None else off_rank * row["calls"],
-        time_ns=row["time_ns"] if row["timed"] else None,
+        time_ns=row["time_ns"],
         exposed_ns=row["exposed_ns"],
         width=traffic.row_elems(row["in_elems"], row["in_splits"], row["out_elems"], row["out_splits"])
         if row["op"] == "all_to_all"

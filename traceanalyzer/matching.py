@@ -714,9 +714,9 @@ def _avoidable(pair: _Pair) -> int:
 
 
 def _figures(pair: _Pair) -> Figures:
-    times = [m.time_ns for m in pair.measured if m.time_ns is not None]
-    exposed = [m.exposed_ns for m in pair.measured if m.exposed_ns is not None]
-    found = Figures(sum(times) if times else None, sum(exposed) if exposed else None)
+    found = Figures(None, None)
+    if pair.measured:
+        found = Figures(_sum(m.time_ns for m in pair.measured), _sum(m.exposed_ns for m in pair.measured))
     if not (pair.varies and pair.by_key and pair.key.width):
         return found
     sent = _sum(None if m.in_elems is None else m.in_elems * m.calls for m in pair.measured)

@@ -7,6 +7,7 @@ reads; rows of older minor versions lack the newer columns, which are null.
 from __future__ import annotations
 
 import glob
+import importlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from traceanalyzer.errors import InputError, SchemaError
 if TYPE_CHECKING:
     import pandas
     import pyarrow
+
+    from traceanalyzer.queries import Result
 
 _REMOTE = ("s3://", "gs://", "gcs://", "r2://", "http://", "https://", "hf://", "az://", "abfss://")
 
@@ -75,6 +78,8 @@ class Run:
     files: list[str]
     connection: duckdb.DuckDBPyConnection
     metadata: dict[str, str] = field(default_factory=dict)
+    library: Any = field(default=None, repr=False, compare=False)
+    """The queries over this run (traceanalyzer.queries.Library), once one was asked."""
 
     @classmethod
     def open(cls, source: str | Path, *, threads: int | None = None) -> Run:
@@ -134,6 +139,18 @@ class Run:
     def frame(self, query: str) -> pandas.DataFrame:
         """A query's result as a pandas data frame."""
         found: pandas.DataFrame = self.connection.sql(query).df()
+        return found
+
+    def query(self, name: str, **parameters: Any) -> Result:
+        """A query of the library, by its name: a result with ``.arrow()``, ``.frame()`` and ``.rows()``.
+
+        The run is attributed first, with the job it holds (intended, then captured), unless it is already. Raises
+        InputError for a query or a parameter that does not exist.
+        """
+        if self.library is None:
+            # The library stands above the run in the order of imports, and is found by its name.
+            self.library = importlib.import_module("traceanalyzer.queries").Library.of(self)
+        found: Result = self.library.ask(name, **parameters)
         return found
 
     def job_text(self, which: str) -> str | None:
@@ -218,21 +235,49 @@ def _create_views(connection: duckdb.DuckDBPyConnection, files: list[str]) -> No
             continue
         connection.execute(f"CREATE VIEW {view} AS SELECT {', '.join(names)} FROM run WHERE kind = '{kind}'")
     names = [c.name for c in schema.columns_of("comm_record") if c.name != "kind"]
-    # One row per call. Where several sources saw a call, the one with device times speaks for it.
     connection.execute(
         f"""CREATE VIEW recorded_comm AS
         SELECT {", ".join(names)},
                start_ns + dur_ns AS end_ns,
                {_PAYLOAD} AS payload_bytes
-        FROM (
-          SELECT *, {_FULL_ELEMS} AS full_elems, {_element_bytes_sql()} AS element_bytes
-          FROM run WHERE kind = 'comm_record'
-          QUALIFY row_number() OVER (
-            PARTITION BY rank, call_id
-            ORDER BY (time_source IS DISTINCT FROM 'kernel'), (time_source IS NULL), source) = 1
-        )"""
+        FROM (SELECT *, {_FULL_ELEMS} AS full_elems, {_element_bytes_sql()} AS element_bytes FROM ({_merged(names)}))"""
     )
     connection.execute("CREATE VIEW comm AS SELECT * FROM recorded_comm")
+
+
+_OF_THE_WORK = frozenset(
+    {
+        "start_ns", "dur_ns", "t_issue_ns", "t_issue_end_ns", "time_source", "join_evidence", "completeness", "stream",
+        "coalesce_id", "external_id", "call_path",
+    }
+)  # fmt: skip
+"""What a trace says of a call better than a hook: its times, all by one clock, and the work done for it."""
+
+
+def _merged(names: list[str]) -> str:
+    """SQL of one row per call: a hook says what was called and where, a trace what was done for it and when.
+
+    Calls of other sources (a flight recorder's) are those that neither of the two holds.
+    """
+    known = {
+        "source": "h.source || CASE WHEN k.call_id IS NULL THEN '' ELSE ', kineto' END",
+        **{n: f"CASE WHEN k.call_id IS NULL THEN h.{n} ELSE k.{n} END" for n in _OF_THE_WORK},
+    }
+    merged = ", ".join(f"{known.get(n, f'coalesce(h.{n}, k.{n})')} AS {n}" for n in names)
+    rows = "SELECT {} FROM run WHERE kind = 'comm_record' AND call_id IS NOT NULL AND {}"
+    columns = ", ".join(names)
+    hook, kineto = (rows.format(columns, f"source = '{s}'") for s in ("hook", "kineto"))
+    keys = rows.format("rank, call_id", "source IN ('hook', 'kineto')")
+    same = "{0}.rank IS NOT DISTINCT FROM {1}.rank AND {0}.call_id = {1}.call_id"
+    others = rows.format(columns, "coalesce(source, '') NOT IN ('hook', 'kineto')")
+    return f"""
+        SELECT {merged} FROM ({hook}) h LEFT JOIN ({kineto}) k ON {same.format("h", "k")}
+        UNION ALL
+        SELECT {columns} FROM ({kineto}) k ANTI JOIN ({rows.format("rank, call_id", "source = 'hook'")}) h
+          ON {same.format("h", "k")}
+        UNION ALL
+        SELECT {columns} FROM ({others}) o ANTI JOIN ({keys}) s ON {same.format("o", "s")}
+        QUALIFY row_number() OVER (PARTITION BY rank, call_id ORDER BY source) = 1"""
 
 
 # traffic.full_elems and payload_bytes in SQL; tests/test_run.py holds the two together.

@@ -184,6 +184,26 @@ def test_places_and_their_evidence(open_run: Callable[..., Run], job: Callable[.
     ]
 
 
+def test_a_message_between_stages_says_no_phase(open_run: Callable[..., Run], job: Callable[..., Job]) -> None:
+    """Outside of every range it may be an activation or a gradient; inside an autograd function it has a place."""
+    calls = [
+        call(0, op="send"),
+        call(1, op="recv", call_path=["AttnFuncWithCPAndKVP2P"]),
+        call(2, op="send", source="hook", recorded_phase="other"),
+        call(3, op="send", source="hook", recorded_phase="backward"),
+        call(4, source="hook", recorded_phase="other"),
+    ]
+    run = open_run({"rank": [RANK], "comm_record": calls})
+    attach(run, job())
+    assert facts(run, "phase", "phase_evidence") == [
+        (None, None),
+        ("forward", "call_path"),
+        (None, None),
+        ("backward", "recorded"),
+        ("other", "recorded"),
+    ]
+
+
 def test_steps_of_calls(open_run: Callable[..., Run]) -> None:
     """Steps from 10 to 20 and 30 to 40; the issue counts, and the start only where nothing was issued."""
     marks = [

@@ -152,7 +152,7 @@ def test_the_whole_screen(run_cli: Cli, run: Path) -> None:
     assert (
         done.stdout
         == """\
-run.parquet   import complete   schema 1.0
+run.parquet   import complete   schema 1.1
 job      intended, from the run: 4 = TP 2 x CP 1 x PP 2 x DP 1
 ranks    0-2   3 of 4 present   tp 0-1, pp 0-1
 missing  3   tp 1, pp 1
@@ -220,10 +220,21 @@ def test_the_json_document(run_cli: Cli, run: Path) -> None:
         "answer": "yes",
         "reason": "job: the intended one, in the run",
     }
+    assert document.pop("inferred")[1:4] == [
+        {"name": "tp", "value": 2, "sure": "proven", "reason": "group 1 is described as such and has 2 ranks"},
+        {
+            "name": "cp",
+            "value": 1,
+            "sure": "proven",
+            "reason": "the only layout that has the groups' roles and sizes agrees",
+        },
+        {"name": "pp", "value": 2, "sure": "proven", "reason": "group 3 is described as such and has 2 ranks"},
+    ]
+    assert document.pop("inferred_layout") == "TP2 x PP2"
     assert document == {
         "schema": "traceanalyzer.info/1",
         "run": "run.parquet",
-        "schema_version": "1.0",
+        "schema_version": "1.1",
         "import_status": "complete",
         "job": {
             "used": "intended",
@@ -314,6 +325,7 @@ def test_a_job_file_wins_and_contradictions_are_told(run_cli: Cli, run: Path, tm
     lines = run_cli("info", "run.parquet", "--job", "job.toml").stdout.splitlines()
     assert lines[1] == "job       from --job: 8 = TP 8 x CP 1 x PP 1 x DP 1"
     assert "conflict  declared a world of 8 ranks, recorded 4" in lines
+    assert "conflict  declared TP8, observed groups imply TP2 x PP2 (proven)" in lines
     assert "conflict  declared tp groups of 8 ranks, observed groups of 2" in lines
 
 
@@ -356,7 +368,7 @@ def test_a_run_of_almost_nothing(run_cli: Cli, write_run: WriteRun) -> None:
     assert (
         done.stdout
         == """\
-run.parquet   import complete   schema 1.0
+run.parquet   import complete   schema 1.1
 job    none: roles and coordinates are known only where the recording names them
 ranks  1 source without a rank
 host   not recorded; no device

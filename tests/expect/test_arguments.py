@@ -106,6 +106,7 @@ BASES: dict[str, dict[str, Any]] = {
     "FSDP": FSDP,
     "two instances of FSDP": {**FSDP, "num_distributed_optimizer_instances": 2},
     "latent attention": {**DENSE, "multi_latent_attention": True, "q_lora_rank": 32},
+    "all-to-all": {**DENSE, "cp_comm_type": ("a2a",)},
     "hierarchical": {
         **DENSE,
         "context_parallel_size": 4,
@@ -204,7 +205,7 @@ VALUES: dict[str, Any] = {
     "torch_version": "2.4",
 }
 
-# What must change with an argument, for the job to be possible.
+# What must change with an argument, for the job to be possible or for the argument to be asked at all.
 TOGETHER: dict[str, dict[str, Any]] = {
     "params_dtype": {"bf16": False},
     "fp16": {"bf16": False},
@@ -213,7 +214,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "num_query_groups": {"group_query_attention": True},
     "account_for_embedding_in_pipeline_split": {"num_layers": 15},
     "account_for_loss_in_pipeline_split": {"num_layers": 15},
-    "transformer_engine_version": {"cp_comm_type": ("a2a",)},
 }
 
 
@@ -233,13 +233,12 @@ def _effects(name: str) -> list[bool]:
     """For each base that takes the argument: whether a call changes or a gap appears."""
     effects = []
     for base in BASES.values():
-        together = {**base, **TOGETHER.get(name, {})}
-        current = together.get(name, Job.__dataclass_fields__[name].default)
+        current = base.get(name, Job.__dataclass_fields__[name].default)
         value = VALUES.get(name, not current if isinstance(current, bool) else None)
         if value is None or value == current:
             continue
-        before, after = _sent(tuple(sorted(together.items()))), _sent(tuple(sorted({**together, name: value}.items())))
-        before = before or _sent(tuple(sorted(base.items())))
+        changed = {**base, **TOGETHER.get(name, {}), name: value}
+        before, after = _sent(tuple(sorted(base.items()))), _sent(tuple(sorted(changed.items())))
         if before is not None and after is not None:
             effects.append(before != after)
     return effects

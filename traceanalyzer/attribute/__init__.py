@@ -11,19 +11,20 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from traceanalyzer import schema
-from traceanalyzer.attribute import places, roles, steps
+from traceanalyzer.attribute import inference, order, places, roles, steps
 from traceanalyzer.axes import rollup
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
 
-__all__ = ["Attribution", "attach", "places", "roles", "steps"]
+__all__ = ["Attribution", "attach", "inference", "order", "places", "roles", "steps"]
 
 ATTRIBUTED_COLUMNS: dict[str, tuple[str, str]] = {
     "role": ("VARCHAR", "Role of the call's group, in Megatron's vocabulary (tp, dp_cp, ...). Null: unknown."),
     "role_evidence": (
         "VARCHAR",
         (
-            "description (the group's own), layout (its ranks fit one role of the job's layout), layout and call_path (they "
+            "description (the group's own), creation_order (its name, a number, in the order in which Megatron creates "
+            "groups), layout (its ranks fit one role of the job's layout), layout and call_path (they "
             "fit several, the calling function settles it), call_path (the trace does not name the group, or its ranks are "
             "not known), pattern (type, size and count fit one expected kind of call)."
         ),
@@ -44,10 +45,18 @@ ATTRIBUTED_COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "phase_evidence": (
         "VARCHAR",
-        "recorded (by a hook), call_path, no_path (no function or module of the thread encloses the call).",
+        (
+            "recorded (by a hook), call_path, no_path (no function or module of the thread encloses the call), order (a "
+            "pipeline message's direction)."
+        ),
     ),
     "microbatch": ("INTEGER", "Micro-batch. Null: unknown."),
-    "microbatch_evidence": ("VARCHAR", "recorded (by a hook), mark (a range ta:microbatch encloses the call)."),
+    "microbatch_evidence": (
+        "VARCHAR",
+        "recorded (by a hook), mark (a range ta:microbatch encloses the call), order (inferred from the calls around it).",
+    ),
+    "layer": ("INTEGER", "Layer, from 0. Null: unknown."),
+    "layer_evidence": ("VARCHAR", "recorded (by a hook), pattern (place in the calls that repeat layer by layer)."),
     "component": ("VARCHAR", "Part of the model, where the calling function and the shape tell. Null: unknown."),
     "component_evidence": ("VARCHAR", "recorded, call_path, call_path and shape."),
 }
@@ -56,10 +65,12 @@ ATTRIBUTED_COLUMNS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Attribution:
-    """What attach found: steps per rank, and conflicts between the declared layout and the observed groups."""
+    """What attach found: steps per rank, conflicts between the declared layout and the observed groups, and the layout
+    that the groups imply by themselves."""
 
     steps: list[steps.Step]
-    conflicts: list[roles.GroupConflict]
+    conflicts: list[roles.Conflict | inference.LayoutConflict]
+    inferred: inference.Inference
 
 
 def in_world_of(run: Run, job: Job) -> Job:
@@ -80,9 +91,13 @@ def attach(run: Run, job: Job | None) -> Attribution:
     run.table("role_axis", pa.table({"role": list(rolled), "axis": list(rolled.values())}))
     conflicts += roles.of_callers(run)
     roles.settle(run, {})
+    run.table("order_place", order.no_places())
     run.connection.execute("CREATE OR REPLACE VIEW comm AS " + _COMM)
     run.connection.execute("CREATE OR REPLACE VIEW process_group AS " + _PROCESS_GROUP)
-    return Attribution(found, conflicts)
+    run.table("order_place", order.of_calls(run, job))
+    inferred = inference.infer(run)
+    implied = inference.conflict(inferred, job)
+    return Attribution(found, [*([] if implied is None else [implied]), *conflicts], inferred)
 
 
 _PROCESS_GROUP = f"""
@@ -121,24 +136,38 @@ located AS (
   SELECT d.*, CASE WHEN decided_evidence IS NULL THEN NULL ELSE coalesce(group_role, path_role) END AS decided_role,
          CASE WHEN d.at_ns < s.step_end_ns THEN s.step END AS found_step,
          CASE WHEN d.at_ns < s.step_end_ns THEN s.step_evidence END AS found_evidence,
-         CASE WHEN d.at_ns < s.step_end_ns THEN s.step_complete END AS step_complete,
-         -- a thread's ranges place a call only where they were recorded
-         d.completeness IS DISTINCT FROM 'kernel_only' AND (d.call_path IS NOT NULL OR d.source = 'kineto') AS has_path
+         -- a call that a hook recorded says its step itself: other threads may issue it a little outside of the range
+         CASE WHEN d.recorded_step IS NOT NULL THEN r.complete
+              WHEN d.at_ns < s.step_end_ns THEN s.step_complete END AS step_complete,
+         -- a thread's ranges place a call only where they were recorded, and a message between stages only if they
+         -- enclose it: the pipeline's schedule sends activations and gradients alike from outside of every range
+         d.completeness IS DISTINCT FROM 'kernel_only' AND (d.call_path IS NOT NULL OR contains(d.source, 'kineto'))
+           AND NOT (d.op IN ('send', 'recv') AND d.path_phase_evidence = 'no_path') AS has_phase,
+         CASE WHEN NOT (d.op IS NOT NULL AND d.op IN ('send', 'recv') AND d.recorded_phase = 'other') THEN d.recorded_phase
+         END AS told_phase,
+         o.order_phase, o.order_microbatch, o.order_layer
   FROM decided d
+  LEFT JOIN order_place o ON o.rank = d.rank AND o.call_id = d.call_id
   ASOF LEFT JOIN step_range s ON s.rank_key = coalesce(d.rank, -1) AND d.at_ns >= s.step_start_ns
+  LEFT JOIN (SELECT rank_key, step, bool_and(step_complete) AS complete FROM step_range
+             WHERE step_evidence = 'recorded' GROUP BY ALL) r
+    ON r.rank_key = coalesce(d.rank, -1) AND r.step = d.recorded_step
 ),
 told AS (
   SELECT * EXCLUDE (at_ns, group_role, group_evidence, candidates, path_role, path_phase, path_component, path_microbatch,
                     path_phase_evidence, path_component_evidence, path_size, implied_size, found_step, found_evidence,
-                    has_path),
+                    has_phase, told_phase, order_phase, order_microbatch, order_layer),
          coalesce(recorded_step, found_step) AS step,
          CASE WHEN recorded_step IS NOT NULL THEN 'recorded' ELSE found_evidence END AS step_evidence,
-         coalesce(recorded_phase, CASE WHEN has_path THEN path_phase END) AS phase,
-         CASE WHEN recorded_phase IS NOT NULL THEN 'recorded' WHEN has_path THEN path_phase_evidence END
-           AS phase_evidence,
-         coalesce(recorded_microbatch, path_microbatch) AS microbatch,
-         CASE WHEN recorded_microbatch IS NOT NULL THEN 'recorded' WHEN path_microbatch IS NOT NULL THEN 'mark' END
-           AS microbatch_evidence,
+         coalesce(told_phase, CASE WHEN has_phase THEN path_phase END, order_phase) AS phase,
+         CASE WHEN told_phase IS NOT NULL THEN 'recorded' WHEN has_phase THEN path_phase_evidence
+              WHEN order_phase IS NOT NULL THEN 'order' END AS phase_evidence,
+         coalesce(recorded_microbatch, path_microbatch, order_microbatch) AS microbatch,
+         CASE WHEN recorded_microbatch IS NOT NULL THEN 'recorded' WHEN path_microbatch IS NOT NULL THEN 'mark'
+              WHEN order_microbatch IS NOT NULL THEN 'order' END AS microbatch_evidence,
+         coalesce(recorded_layer, order_layer) AS layer,
+         CASE WHEN recorded_layer IS NOT NULL THEN 'recorded' WHEN order_layer IS NOT NULL THEN 'pattern' END
+           AS layer_evidence,
          coalesce(recorded_component, path_component) AS component,
          CASE WHEN recorded_component IS NOT NULL THEN 'recorded' ELSE path_component_evidence END AS component_evidence
   FROM located

@@ -16,14 +16,30 @@ from traceanalyzer import __version__
 from traceanalyzer.errors import TraceAnalyzerError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "attach": (
+        "traceanalyzer.cli.attach:attach_command",
+        "Start a training job with the collector in it, or reach a running one.",
+    ),
+    "capture": (
+        "traceanalyzer.cli.capture:capture_command",
+        "Record some steps of a job that runs with the collector in it.",
+    ),
     "import": ("traceanalyzer.cli.import_:import_command", "Import traces of PyTorch's profiler into one run table."),
     "info": ("traceanalyzer.cli.info:info_command", "Say what a run holds and what can be asked of it."),
     "diff": (
         "traceanalyzer.cli.diff:diff_command",
         "Compare a run with what its job should communicate.",
     ),
+    "expect": (
+        "traceanalyzer.cli.expect:expect_command",
+        "Say what a job should communicate, without any trace.",
+    ),
     "sql": ("traceanalyzer.cli.sql:sql_command", "Ask a run with SQL; without a query, list its views."),
-    "merge": ("traceanalyzer.cli.merge:merge_command", "Merge run tables of different ranks into one file."),
+    "query": ("traceanalyzer.cli.query:query_command", "Answer one question of the library; without any, list them."),
+    "merge": (
+        "traceanalyzer.cli.merge:merge_command",
+        "Merge run tables of different ranks, or what a collector left, into one file.",
+    ),
 }
 """Command -> where it is (module:attribute) and its line in ``--help``, which is the command's own first line."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +15,7 @@ import click
 from traceanalyzer import schema
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from traceanalyzer.job import Job
     from traceanalyzer.run import Run
@@ -33,6 +35,10 @@ format_option = click.option(
     show_default=True,
     help="What to print: a text to read, or one JSON document.",
 )
+
+
+_PIPE_WIDTH = 160
+"""Columns where there is no terminal to ask and COLUMNS is not set: the table with every column."""
 
 
 class ChosenJob(NamedTuple):
@@ -84,3 +90,14 @@ def print_report(report: RenderableType) -> None:
     with console.capture() as captured:
         console.print(report)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def console_for(out: Path | None) -> Console:
+    """Where a wide table goes: the terminal, a pipe, or a file, which has no colours."""
+    from rich.console import Console
+
+    stream = sys.stdout if out is None else StringIO()
+    known = out is None and (stream.isatty() or bool(os.environ.get("COLUMNS")))
+    width = None if known else _PIPE_WIDTH
+    terminal = None if out is None else False  # FORCE_COLOR is about the terminal
+    return Console(file=stream, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)

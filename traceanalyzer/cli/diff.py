@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from traceanalyzer.cli.common import job_option
 from traceanalyzer.expect.model import RULE_SETS, RuleSet
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_PIPE_WIDTH = 160
-"""Columns where there is no terminal to ask and COLUMNS is not set: the table with every column."""
 
 
 @click.command(name="diff")
@@ -78,7 +69,7 @@ def diff_command(
 
     Exit code: 0 match, 1 something differs, 2 usage or unreadable input, 3 cannot be judged.
     """
-    from traceanalyzer.cli.common import read_job_file, refuse_own_input
+    from traceanalyzer.cli.common import console_for, read_job_file, refuse_own_input
     from traceanalyzer.diff import diff
     from traceanalyzer.reports import diff as report
     from traceanalyzer.reports import diff_terminal
@@ -97,7 +88,7 @@ def diff_command(
     elif form == "markdown":
         text = report.markdown(found, exact=exact)
     else:
-        console = _console(out)
+        console = console_for(out)
         try:
             screen = diff_terminal.render(found, exact=exact, explain=explain, width=console.width)
         except ValueError as error:
@@ -110,14 +101,3 @@ def diff_command(
     else:
         out.write_text(text, encoding="utf-8")
     sys.exit(found.exit_code)
-
-
-def _console(out: Path | None) -> Console:
-    """Where the table goes: the terminal, a pipe, or a file, which has no colours."""
-    from rich.console import Console
-
-    stream = sys.stdout if out is None else StringIO()
-    known = out is None and (stream.isatty() or bool(os.environ.get("COLUMNS")))
-    width = None if known else _PIPE_WIDTH
-    terminal = None if out is None else False  # FORCE_COLOR is about the terminal
-    return Console(file=stream, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)

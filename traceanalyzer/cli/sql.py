@@ -109,11 +109,11 @@ def _answer(run: Run, query: str, form: str, out: Path | None, limit: int | None
         types = [str(t).strip('"') for t in relation.types]
         reader = relation.to_arrow_reader(_BATCH)
         if form == "table":
-            _table(reader, out, _TABLE_ROWS if limit is None else limit, explicit=limit is not None)
+            write_table(reader, out, _TABLE_ROWS if limit is None else limit, explicit=limit is not None)
         elif form == "parquet" and out is not None:
             _parquet(reader, out, limit)
         else:
-            _text(reader, types, form, out, limit)
+            write_text(reader, types, form, out, limit)
     except duckdb.Error as error:
         raise TraceAnalyzerError(f"the query failed: {error}\n\nViews: {', '.join(_view_names())}") from error
 
@@ -142,7 +142,8 @@ def _rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[Any, ...]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def _table(reader: pyarrow.RecordBatchReader, out: Path | None, limit: int, *, explicit: bool) -> None:
+def write_table(reader: pyarrow.RecordBatchReader, out: Path | None, limit: int, *, explicit: bool) -> None:
+    """A table to read, and how many rows of it are not shown."""
     from traceanalyzer.reports import rows, text
 
     shown: list[tuple[Any, ...]] = []
@@ -162,9 +163,10 @@ def _table(reader: pyarrow.RecordBatchReader, out: Path | None, limit: int, *, e
         write(lines)
 
 
-def _text(
+def write_text(
     reader: pyarrow.RecordBatchReader, types: Sequence[str], form: str, out: Path | None, limit: int | None
 ) -> None:
+    """All rows as csv or json, exact."""
     from traceanalyzer.reports import rows
 
     names: list[str] = reader.schema.names

@@ -1,0 +1,52 @@
+-- gives: One stage of one pipeline in one step: what it did in the pipeline's window, the same for every stage.
+-- needs: pipeline_time
+-- column: pipeline INTEGER | | Lowest rank of the pipeline's group. | never
+-- column: step BIGINT | | Number of the step; 0 where the recording does not number it. | never
+-- column: stage INTEGER | | Pipeline stage, from 0. | never
+-- column: rank INTEGER | | Its global rank. | never
+-- column: device INTEGER | | Device ordinal in its process. | not recorded
+-- column: window_ns BIGINT | ns | From the earliest forward start to the latest backward end over the recorded stages, clocks
+--   as recorded. | never
+-- column: bubble_ns BIGINT | ns | pp_ns + idle_ns: an upper limit of what the schedule causes, since gaps between the kernels of
+--   one pass are in it. | never
+-- column: bubble_of_total DOUBLE | 1 | bubble_ns / window_ns. | the window is empty
+-- column: warm_up_ns BIGINT | ns | Part of the bubble before the stage's first backward pass. | never
+-- column: steady_ns BIGINT | ns | Part of it between warm-up and cool-down. | never
+-- column: cool_down_ns BIGINT | ns | Part of it after the stage's last forward pass. | never
+-- column: compute_ns BIGINT | ns | Compute in the window. | never
+-- column: communication_ns BIGINT | ns | Exposed communication of other roles: no bubble. | never
+-- column: pp_ns BIGINT | ns | Pipeline messages that no compute hides, mostly waiting. | never
+-- column: copy_ns BIGINT | ns | Only copies or memsets run. | never
+-- column: launch_starved_ns BIGINT | ns | Between the stage's first and last pass the host has launched nothing: no bubble. | never
+-- column: idle_ns BIGINT | ns | Nothing runs, but launched work waits; before the first and after the last pass also where
+--   nothing is launched, since the schedule has nothing for the host. Where the recording has no launch times, all of it. | never
+-- column: stages_recorded BIGINT | stages | Stages of this pipeline that were recorded in this step. | never
+-- column: stages INTEGER | stages | Stages it has. Where fewer are recorded, the window and the bubble are lower limits. | never
+-- column: clocks VARCHAR | | as recorded: the stages' clocks are not aligned, their offsets are in the figures. | never
+WITH timed AS (
+  SELECT *, class IN ('pp', 'idle') OR (class = 'launch_starved' AND part IN ('before', 'after')) AS is_bubble
+  FROM pipeline_time
+),
+staged AS (
+  SELECT pipeline, step, count(DISTINCT stage) AS stages_recorded FROM pipeline_time GROUP BY ALL
+),
+summed AS (
+  SELECT pipeline, step, stage, stages, rank, device, window_end_ns - window_start_ns AS window_ns,
+         coalesce(sum(dur_ns) FILTER (is_bubble), 0)::BIGINT AS bubble_ns,
+         coalesce(sum(dur_ns) FILTER (is_bubble AND part IN ('before', 'warm_up')), 0)::BIGINT AS warm_up_ns,
+         coalesce(sum(dur_ns) FILTER (is_bubble AND part = 'steady'), 0)::BIGINT AS steady_ns,
+         coalesce(sum(dur_ns) FILTER (is_bubble AND part IN ('cool_down', 'after')), 0)::BIGINT AS cool_down_ns,
+         coalesce(sum(dur_ns) FILTER (class = 'compute'), 0)::BIGINT AS compute_ns,
+         coalesce(sum(dur_ns) FILTER (class = 'communication'), 0)::BIGINT AS communication_ns,
+         coalesce(sum(dur_ns) FILTER (class = 'pp'), 0)::BIGINT AS pp_ns,
+         coalesce(sum(dur_ns) FILTER (class = 'copy'), 0)::BIGINT AS copy_ns,
+         coalesce(sum(dur_ns) FILTER (class = 'launch_starved' AND NOT is_bubble), 0)::BIGINT AS launch_starved_ns,
+         coalesce(sum(dur_ns) FILTER (is_bubble AND class <> 'pp'), 0)::BIGINT AS idle_ns
+  FROM timed GROUP BY ALL
+)
+SELECT s.pipeline, s.step, s.stage, s.rank, s.device, s.window_ns, s.bubble_ns,
+       s.bubble_ns / nullif(s.window_ns, 0) AS bubble_of_total, s.warm_up_ns, s.steady_ns, s.cool_down_ns, s.compute_ns,
+       s.communication_ns, s.pp_ns, s.copy_ns, s.launch_starved_ns, s.idle_ns, t.stages_recorded, s.stages,
+       'as recorded' AS clocks
+FROM summed s JOIN staged t ON t.pipeline = s.pipeline AND t.step = s.step
+ORDER BY s.pipeline, s.step, s.stage, s.device
