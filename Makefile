@@ -20,7 +20,7 @@ DEMO := fixtures/megatron_tp2_sp
 PIP_FLAGS := -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check static lint types imports docs docs-check bench links clean
+.PHONY: help demo test test-all check static lint types imports docs docs-check bench links clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,8 +29,11 @@ demo: $(DEMO_VENV)/.installed  ## import the recorded two-rank run and lay it be
 	$(DEMO_BIN)/traceanalyzer import $(DEMO)/rank0.json.gz $(DEMO)/rank1.json.gz --job $(DEMO)/job.toml -o demo.parquet
 	$(DEMO_BIN)/traceanalyzer diff demo.parquet
 
-test: $(VENV)/.installed  ## the whole test suite
+test: $(VENV)/.installed  ## the test suite
 	$(BIN)/python -P -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.installed  ## the whole suite and the jobs that take long
+	$(BIN)/python -P -m pytest -n 2 --dist loadfile -m "slow or not slow"
 
 check: static test  ## everything CI runs
 

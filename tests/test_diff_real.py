@@ -268,7 +268,7 @@ def test_the_cells_of_sequence_parallelism_with_recomputation(gloo: Callable[[st
         ("dp_cp", "other", "all_reduce", "float32", 559_360, 1, 1, 0, "match"),
         ("mp", "optimizer", "all_reduce", "float32", 4, 1, 1, 4, "match"),
     ]
-    assert [c.avoidable_bytes for c in found.cells] == [0, 0, 0, 131_072, 131_072, 147_456, 0, 0, 0, 0]
+    assert [c.avoidable_bytes for c in found.cells] == [0, 0, 0, 131_072, 131_072, 147_456, 0, 1152, 0, 0]
 
 
 @pytest.mark.shared

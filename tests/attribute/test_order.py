@@ -62,7 +62,7 @@ def sequence(text: str) -> list[Call]:
         "s?": ("send", "pp", None, None),
         "x": ("all_gather", "dp_cp", "forward", None),
     }
-    return [Call(i, *made[word], 8) for i, word in enumerate(text.split())]
+    return [Call(i, *made[word], 8) for i, word in enumerate(text.split())]  # pyright: ignore[reportCallIssue]
 
 
 def batches(text: str, stages: int, microbatches: int | None = None, stage: int = 0, **more: Any) -> str:

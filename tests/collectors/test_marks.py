@@ -126,6 +126,7 @@ def test_messages_of_1f1b_have_the_micro_batch_they_carry(base: Path) -> None:
 
 
 @pytest.mark.megatron
+@pytest.mark.slow
 def test_messages_of_the_interleaved_schedule_have_micro_batch_and_chunk(base: Path) -> None:
     found = job(base, "pp2_interleaved")
     first = "+00 +10 -01 +01 -11 +11 >01 +20 <01 >11 +30 -21 <11 >00 +21 -31 >10 +31 >21 <21 >31 <31 >20 >30"
@@ -176,6 +177,7 @@ def test_expert_parallel_calls_have_their_part_of_the_dispatcher(base: Path) -> 
 
 
 @pytest.mark.megatron
+@pytest.mark.slow
 def test_context_parallel_calls_inside_a_foreign_function_have_the_place_of_their_module(base: Path) -> None:
     calls = [call for call in job(base, "cp2").calls(0, 1, "CONTEXT_PARALLEL") if call[2] == 0]
     assert calls == [
@@ -185,7 +187,7 @@ def test_context_parallel_calls_inside_a_foreign_function_have_the_place_of_thei
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("configuration", ["tp2_sp_recompute", "ep2"])
+@pytest.mark.parametrize("configuration", ["tp2_sp_recompute", pytest.param("ep2", marks=pytest.mark.slow)])
 def test_losses_norms_and_parameters_are_equal_to_the_bit(base: Path, configuration: str) -> None:
     marked, plain = job(base, configuration), job(base, configuration, marks=False)
     for rank in range(2):

@@ -43,8 +43,12 @@ def explained(attached: Any, processes: int) -> None:
     assert (found["verdict"], code) == ("match", 0)
 
 
+# The others repeat what these three hold together (the one of 8 processes has TP, SP, PP, CP, EP and DP at once).
+EVERY_TIME = ("pp2_interleaved", "dp2_distopt_overlap", "tp2_pp2_cp2_ep2_distopt")
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("name", [n if n in EVERY_TIME else pytest.param(n, marks=pytest.mark.slow) for n in MEGATRON])
 def test_megatron_under_the_profiler(name: str, jobs: Any) -> None:
     """A profiler window of two steps on all ranks."""
     pytest.importorskip("megatron.core")
@@ -61,7 +65,7 @@ def test_megatron_under_the_profiler(name: str, jobs: Any) -> None:
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("name", ["tp2_sp", "pp2_dp2_distopt"])
+@pytest.mark.parametrize("name", ["tp2_sp", pytest.param("pp2_dp2_distopt", marks=pytest.mark.slow)])
 def test_megatron_with_hooks_only(name: str, jobs: Any) -> None:
     pytest.importorskip("megatron.core")
     processes = MEGATRON[name]

@@ -129,7 +129,7 @@ def test_a_rank_killed_in_the_middle_of_a_window(jobs: Any) -> None:
     assert "issue" in found.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_job_and_the_run_is_written(number: signal.Signals, jobs: Any) -> None:
     results, out = jobs.folder / "results", jobs.folder / "run.parquet"
     command = [sys.executable, "-m", "traceanalyzer", "attach", "--out", str(out), "--no-profile", "--"]
@@ -157,7 +157,7 @@ def test_a_full_disk(jobs: Any) -> None:
     assert all(path.stat().st_size <= 2048 for path in run_dir.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("where", ["a file", "missing"])
+@pytest.mark.parametrize("where", ["a file", pytest.param("missing", marks=pytest.mark.slow)])
 def test_a_folder_that_cannot_be_written(where: str, jobs: Any) -> None:
     expected = plain(jobs)
     results, file = jobs.folder / "attached.results", jobs.folder / "file"
@@ -199,7 +199,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("part", BROKEN)
+@pytest.mark.parametrize(
+    "part", [part if part in ("hooks", "steps") else pytest.param(part, marks=pytest.mark.slow) for part in BROKEN]
+)
 def test_an_error_of_ours(part: str, jobs: Any) -> None:
     """Each of these raises on every call: it is counted, and the collector switches itself off with one line."""
     expected = plain(jobs)

@@ -111,12 +111,10 @@ def test_it_has_a_test(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_columns_are_no_keywords_and_name_their_unit(name: str) -> None:
-    keywords = {
-        w
-        for (w,) in duckdb.sql(
-            "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category = 'reserved'"
-        ).fetchall()
-    }
+    reserved = duckdb.connect().execute(
+        "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category = 'reserved'"
+    )
+    keywords = {word for (word,) in reserved.fetchall()}
     for column in queries.library()[name].columns:
         assert column.name not in keywords
         if column.unit in ("ns", "bytes"):
