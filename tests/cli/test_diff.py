@@ -73,8 +73,9 @@ rules     megatron 0.16
 8  mp     optimizer  all_reduce      gradient norm                                  f32        4 B      1     1       4 B       4 B   384 us  10.4 kB/s  match
 
 4  avoidable 40 KiB off-rank a step   sp_input_regather: no setting removes it
+6  avoidable 640 B off-rank a step   fp32_reduction: --grad-reduce-in-bf16 removes it
 
-match   59 calls per rank and step explained, 0 missing, 0 unexpected   40 KiB avoidable   exit 0
+match   59 calls per rank and step explained, 0 missing, 0 unexpected   40.6 KiB avoidable   exit 0
 """
 
 
@@ -112,7 +113,7 @@ def test_explain(run_cli: RunCli, run: Path) -> None:
     source    run: megatron-core 0.16.1 recorded: dp2, dp2_distopt,
               ep2_alltoall, w1024_*; optimizer/clip_grads.py: get_grad_norm_fp32
 
-match   59 calls per rank and step explained, 0 missing, 0 unexpected   40 KiB
+match   59 calls per rank and step explained, 0 missing, 0 unexpected   40.6 KiB
 avoidable   exit 0
 """
     )
