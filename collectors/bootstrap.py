@@ -134,12 +134,12 @@ def start() -> bool:
     _finder = _Finder(_arrived)
     try:
         module = sys.modules.get(C10D)
-        if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
-            sys.meta_path.insert(0, _finder)
-            if module is not None:
-                _finder.watch({C10D})
+        sys.meta_path.insert(0, _finder)
+        if module is None:
+            return True
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            _finder.watch({C10D})
         else:
-            sys.meta_path.insert(0, _finder)
             _finder.arrive(C10D)
             if module.is_initialized():
                 _open()
@@ -187,11 +187,12 @@ def _wrap(c10d: Any) -> None:
             session.learn_rank()
         return result
 
-    init_process_group._traceanalyzer = True  # type: ignore[attr-defined]
-    c10d.init_process_group = init_process_group
-    package = sys.modules.get("torch.distributed")
+    wrapped: Any = init_process_group  # functions have attributes that types do not know
+    wrapped._traceanalyzer = True
+    c10d.init_process_group = wrapped
+    package: Any = sys.modules.get("torch.distributed")
     if getattr(package, "init_process_group", None) is original:
-        package.init_process_group = init_process_group  # type: ignore[union-attr]
+        package.init_process_group = wrapped
 
 
 def _open() -> Any:

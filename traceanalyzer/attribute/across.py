@@ -31,12 +31,6 @@ from traceanalyzer.run import Run
 TOGETHER: frozenset[str] = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Operations that no rank can complete before the last one has come."""
 
-SAME_WORK: frozenset[str] = frozenset(
-    {"tp", "cp", "ep", "etp", "tp_ep", "dp", "dp_cp", "edp", "intra_dp_cp", "intra_edp", "inter_dist_opt", "tp_cp", "tp_dp",
-     "tp_dp_cp", "cp_l0", "cp_l1", "hybrid_cp"}
-)  # fmt: skip
-"""Roles whose members are of one stage: lateness inside them compares like with like."""
-
 _TIMED = ("kernel", "backend_range")
 
 _ROUNDS = 12

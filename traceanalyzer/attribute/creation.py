@@ -22,7 +22,6 @@ from traceanalyzer.errors import JobError
 Release = tuple[int, int]
 
 OLDEST: Release = (0, 7)
-NEWEST: Release = (0, 19)
 
 _SINCE_EXPERT_GRID: Release = (0, 10)  # parallel_state.py: expert_decoder_rank_generator
 _SINCE_TP_CP: Release = (0, 8)  # parallel_state.py: _TENSOR_AND_CONTEXT_PARALLEL_GROUP

@@ -1,6 +1,6 @@
 """Formulas written as text: "S/(CP*TP) * B * H". The text is the rule, its numbers are what ``--explain`` prints.
 
-A formula is an expression over the symbols of symbols.py (and of the chapter that uses it) with + - * / // % ** , whole
+A formula is an expression over the symbols of place.py (and of the chapter that uses it) with + - * / // % ** , whole
 numbers, the functions ceil, min and max; a condition also has comparisons, ``in``, and, or, not, quoted words, True,
 False, None and the functions since("behaviour") (versions.py) and on("flag") (whether an option is set). Division is
 exact: a size that does not come out whole is an error, never rounded.

@@ -51,7 +51,6 @@ __all__ = [
     "dense",
     "expert",
     "experts_apart",
-    "is_on",
     "of_layer",
     "sequence_parallel",
     "total",

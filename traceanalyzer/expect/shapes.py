@@ -85,36 +85,6 @@ def qkv_width(job: Job) -> Quantity:
     return Quantity("(Nh+2*Ng) * d", f"({heads}+2*{groups}) * {channels}", (heads + 2 * groups) * channels)
 
 
-# -- elements of whole buffers -------------------------------------------------------------------------------------
-
-
-def hidden_states(job: Job) -> Quantity:
-    """Elements of the hidden states in a tensor-parallel region: S/CP * B * H."""
-    return _hidden(job, cp_tokens(job))
-
-
-def hidden_shard(job: Job) -> Quantity:
-    """Elements of the hidden states between tensor-parallel regions: S/(CP*TP) * B * H, or S/CP * B * H without SP."""
-    return _hidden(job, sequence_shard(job))
-
-
-def _hidden(job: Job, tokens: Quantity) -> Quantity:
-    batch, hidden = job.require("micro_batch_size", "hidden_size")
-    return tokens.times("B", f"{batch}", batch).times("H", f"{hidden}", hidden)
-
-
-def loss_tokens(job: Job) -> Quantity:
-    """Tokens of one micro-batch on one rank's loss: S/CP * B."""
-    (batch,) = job.require("micro_batch_size")
-    return cp_tokens(job).times("B", f"{batch}", batch)
-
-
-def batch_tokens(job: Job) -> Quantity:
-    """Tokens of one micro-batch as the data loader gives them, before context parallelism cuts them: B * S."""
-    batch, length = job.require("micro_batch_size", "seq_length")
-    return Quantity("B * S", f"{batch} * {length}", batch * length)
-
-
 # -- shapes by place -----------------------------------------------------------------------------------------------
 
 

@@ -33,9 +33,6 @@ STATUSES = ("complete", "complete with rejects", "partial", "refused")
 """From best to worst."""
 
 
-_ISSUE_KEYS = ("severity", "code", "sentence", "occurrences", "location", "rank", "source_file")
-
-
 @dataclass
 class ImportResult:
     """What an import gave. ``out`` is None for a refusal: then no file was written."""
