@@ -99,6 +99,8 @@ _WRITTEN_OUT = frozenset(
 _TRIES = 8
 """How often the ranks of a group that torch.distributed does not know (yet) are asked for."""
 
+_NOBODY: tuple[Any, ...] = (None,)
+
 Facts = tuple[Any, ...]
 """What the arguments of a call say: dtype, in_elems, out_elems, reduce_op, root, peer, in_splits, out_splits, tensors,
 is_async."""
@@ -191,14 +193,29 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, names:
     return next((kwargs[name] for name in names if name in kwargs), None) if kwargs else None
 
 
+# The options of calls that reduce. Reading their reduction makes an object each time, which is a quarter of what a record
+# costs; what was put into them is known for less.
+_OPTIONS = ("AllreduceOptions", "AllreduceCoalescedOptions", "ReduceScatterOptions", "ReduceOptions")
+
+
 class Reductions:
-    """Names of c10d's reductions ("sum", "max", "avg", "premul_sum", ...)."""
+    """Names of c10d's reductions ("sum", "max", "avg", "premul_sum", ...).
+
+    ``latest``: the options that a reduction was put into last, and that reduction, while they are watched; (None, None)
+    otherwise. ``names``: ``id`` of each of torch's own constants (ReduceOp.SUM, ...), which live as long as torch does,
+    -> its name.
+    """
 
     def __init__(self) -> None:
+        from torch._C import _distributed_c10d
         from torch._C._distributed_c10d import ReduceOp
 
         kind: Any = ReduceOp
         self.kind = kind
+        self.latest: tuple[Any, Any] = (None, None)
+        self.names: dict[int, str] = {}
+        self.options = [found for name in _OPTIONS if (found := getattr(_distributed_c10d, name, None)) is not None]
+        self.watched: list[tuple[Any, property, property]] = []
         self.by_hash: dict[int, str] = {}
         made = 0
         for name, member in getattr(kind.RedOpType, "__members__", {}).items():
@@ -206,8 +223,37 @@ class Reductions:
             with contextlib.suppress(RuntimeError):  # one with a factor is made in another way, and asked for its name
                 self.by_hash[hash(kind(member))] = name.lower()
                 made += 1
+            constant = getattr(kind, name, None)
+            if constant is member:
+                self.names[id(constant)] = name.lower()
         if len(self.by_hash) != made:
             self.by_hash = {}
+
+    def watch(self) -> None:
+        """Notes from now on what is put into options as their reduction."""
+        if self.watched:
+            return
+        for options in self.options:
+            original = options.__dict__.get("reduceOp")
+            if isinstance(original, property) and original.fset is not None:
+                ours = property(original.fget, self.setter(original.fset), original.fdel, original.__doc__)
+                options.reduceOp = ours
+                self.watched.append((options, original, ours))
+
+    def setter(self, put: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def setter(options: Any, reduction: Any) -> None:
+            put(options, reduction)
+            self.latest = (options, reduction)
+
+        return setter
+
+    def unwatch(self) -> None:
+        """Puts the options' property back; one that somebody replaced over ours is left, and ours passes through."""
+        for options, original, ours in self.watched:
+            if options.__dict__.get("reduceOp") is ours:
+                options.reduceOp = original
+        self.watched.clear()
+        self.latest = (None, None)
 
     def name(self, op: Any) -> str | None:
         """Name of a reduction; None if ``op`` is none."""
@@ -430,6 +476,8 @@ class Hook:
         self.always = bool(os.environ.get("KINETO_USE_DAEMON"))
         self.lock = threading.Lock()
         self.groups: dict[int, Group] = {}
+        self.known: dict[int, tuple[Any, Callable[[Any], None], Group, int, Callable[[], int]]] = {}
+        """id of a group -> the log that was told all of it, and what a record of a call needs."""
         self.counters: dict[tuple[Any, ...], tuple[Callable[[], int], Callable[[], int]]] = {}
         self.orphans: dict[tuple[Any, ...], Group] = {}
         self.next_group = itertools.count().__next__
@@ -451,6 +499,8 @@ class Hook:
     def take(self) -> None:
         """Puts the methods back. One that somebody replaced over ours is left, and ours under it passes through."""
         self.naming = self.session = False
+        self.known.clear()
+        self.reductions.unwatch()
         for name, (original, wrapper) in self.replaced.items():
             if self.cls.__dict__.get(name) is wrapper:
                 setattr(self.cls, name, original)
@@ -476,7 +526,8 @@ class Hook:
 
         All calls of the job pass here, so that it is one function with its names at hand.
         """
-        here, switches, hook, groups, now = thread, state, self, self.groups, time.time_ns
+        here, switches, hook, now = thread, state, self, time.time_ns
+        groups, known = self.groups, self.known
         method, point_to_point, build = kind.method, kind.point_to_point, kind.build
         flags, profiling_here, always = self.flags, self.profiling_here, self.always
 
@@ -502,6 +553,8 @@ class Hook:
                     if switches.on and (log := switches.log) is not None:
                         if group.said is not log:
                             hook.say(group, log)
+                        elif not (group.tries or always) and known.get(id(pg), _NOBODY)[0] is not log:
+                            known[id(pg)] = (log, log.put, group, group.number, group.collective)
                         record = build(args, kwargs, group, seq, hook.next_call(), me.tid)
                         if marked:
                             scope = hook.open(kind, group, record)
@@ -528,20 +581,18 @@ class Hook:
     def written_out(self, kind: Kind, call: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """What ``around`` does, written out for a record without a range and the most frequent forms of calls.
 
-        Whatever looks different goes the way of ``otherwise``, which is ``around``. A quarter of the time is torch's own:
-        c10d's options make an object of the reduction when they are asked. Asking later, on the log's thread, saves
-        nothing, as it keeps all these options alive.
+        Whatever looks different goes the way of ``otherwise``, which is ``around``.
         """
-        here, switches, hook, groups, now = thread, state, self, self.groups, time.time_ns
-        flags, profiling_here, always = self.flags, self.profiling_here, self.always
-        method, op, by_hash, dtypes = kind.method, kind.op, self.reductions.by_hash, _dtypes
+        here, switches, hook, known, now = thread, state, self, self.known, time.time_ns
+        flags, profiling_here = self.flags, self.profiling_here
+        method, op, reductions, dtypes = kind.method, kind.op, self.reductions, _dtypes
+        names, by_hash = reductions.names, reductions.by_hash
         in_place, reducing = METHODS[method][1] == _IN_PLACE, op in REDUCING
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not (switches.on or hook.naming):
                 return call(*args, **kwargs) if kwargs else call(*args)
             me: Me = here.me
-            log: Any = switches.log
             plain = False
             try:
                 if in_place:
@@ -549,28 +600,29 @@ class Hook:
                     source = tensor
                 else:
                     pg, tensor, source, options = args
-                group = groups[id(pg)]
+                log, put, group, group_number, next_seq = known[id(pg)]
                 if not (
                     me.inside
                     or kwargs
-                    or log is None
-                    or group.said is not log
-                    or group.tries
-                    or not hook.session
+                    or log is not switches.log
                     or switches.marking
                     or flags._is_profiler_enabled
                     or profiling_here()
-                    or always
                 ):
                     dtype = tensor.dtype
                     given = got = tensor.numel()
                     if not in_place:
                         given = source.numel()
-                    reduce_op = by_hash[hash(options.reduceOp)] if reducing else None
+                    reduce_op = None
+                    if reducing:
+                        latest, reduction = reductions.latest
+                        reduce_op = names.get(id(reduction)) if latest is options else None
+                        if reduce_op is None:
+                            reduce_op = by_hash[hash(options.reduceOp)]
                     is_async = options.asyncOp
                     if switches.on and (in_place or source.dtype is dtype):
                         dtype, step, place = dtypes[dtype], switches.step, switches.place
-                        number, seq, put = hook.next_call(), group.collective(), log.put
+                        number, seq = hook.next_call(), next_seq()
                         plain = True
             except Exception:  # noqa: BLE001 - another form of the call, or an error: the general way tells
                 plain = False
@@ -587,7 +639,7 @@ class Hook:
                 me.inside = False
                 # One tuple, written out: this is what the time goes into. All of it is bound where plain is true.
                 # fmt: off
-                put(("call", number, group.number, op, method, seq,  # pyright: ignore[reportPossiblyUnboundVariable]
+                put(("call", number, group_number, op, method, seq,  # pyright: ignore[reportPossiblyUnboundVariable]
                      dtype, given, got, reduce_op, None, None, None,  # pyright: ignore[reportPossiblyUnboundVariable]
                      None, None, group.block, is_async, start, now(),  # pyright: ignore[reportPossiblyUnboundVariable]
                      step, place, me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -694,10 +746,11 @@ class Hook:
                 group = self.orphans[identity] = Group(self.next_group())
         else:
             group = Group(self.next_group())
-        groups = self.groups
+        groups, told = self.groups, self.known
 
         def gone(_ref: Any) -> None:
             groups.pop(key, None)
+            told.pop(key, None)
 
         group.ref = weakref.ref(pg, gone)
         groups[key] = group
@@ -731,6 +784,7 @@ class Hook:
         if known != group.facts:
             group.facts = known
             group.said = None
+            self.known.pop(id(pg), None)
 
     def backend(self, pg: Any) -> str | None:
         try:
@@ -821,6 +875,8 @@ def uninstall() -> None:
             dispatcher.remove()
         if _hook is not None:
             _hook.session = False
+            _hook.known.clear()
+            _hook.reductions.unwatch()
             release()
 
 
@@ -866,6 +922,14 @@ on_group: list[Callable[[], None]] = []
 
 def switched() -> None:
     """To be called after ``state.on`` has changed, outside of calls. Never raises."""
+    try:
+        if _hook is not None:
+            if state.on and _hook.session:
+                _hook.reductions.watch()
+            else:
+                _hook.reductions.unwatch()
+    except Exception as error:  # noqa: BLE001 - the job does not depend on us
+        state.failed("switched", error)
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")
     if dispatcher is not None:
         dispatcher.sync()
@@ -988,6 +1052,7 @@ def after_fork() -> None:
     if _hook is not None:
         _hook.lock = threading.Lock()
         _hook.next_call = itertools.count().__next__
+        _hook.known.clear()
         for group in list(_hook.groups.values()):
             group.said = None
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")

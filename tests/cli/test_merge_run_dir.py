@@ -76,7 +76,7 @@ def test_what_does_not_go_together_is_refused(run_cli: Cli, run_dir: Path, tmp_p
     assert "left is what a collector left: give it alone, one RUN_DIR makes one run." in done.stderr
     done = run_cli("merge", "left/log", "-o", "run.parquet", "--drop-raw")
     assert done.exit_code == 2
-    assert "--job, --drop-raw and --workers go with a RUN_DIR, and there is none here." in done.stderr
+    assert "--job, --drop-raw, --keep-raw and --workers go with a RUN_DIR, and there is none here." in done.stderr
     done = run_cli("import", "left", "-o", "run.parquet")
     assert done.exit_code == 2
     assert "traceanalyzer merge left -o run.parquet makes one run of it." in done.stderr

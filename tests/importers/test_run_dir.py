@@ -377,6 +377,20 @@ def test_drop_raw_deletes_what_was_read_whole(folder: Folder, merge: Callable[..
     assert (log.exists(), whole.exists(), cut.exists()) == (True, False, True)
 
 
+def test_raw_traces_are_deleted_where_the_launch_was_asked_to(folder: Folder, merge: Callable[..., ImportResult]) -> None:
+    folder.log(0, world=1)
+    trace = folder.trace(0, [0, 1, 2])
+    about = folder.path / "run.json"
+    about.write_text('{"config": {"keep_raw": true}}')
+    merge()
+    assert trace.exists()
+    about.write_text('{"config": {"keep_raw": false}}')
+    merge(drop_raw=False)
+    assert trace.exists()
+    merge()
+    assert not trace.exists()
+
+
 def test_a_trace_that_is_being_packed_is_read_once(folder: Folder, merge: Callable[..., ImportResult]) -> None:
     folder.log(0, world=1)
     packed = folder.trace(0, [0, 1, 2])

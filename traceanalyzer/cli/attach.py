@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drop-raw",
     is_flag=True,
-    help="Delete the profiler's own trace files once they are in the run; with --env and --pid, `merge --drop-raw` does.",
+    help="Delete the profiler's own trace files once they are in the run; with --env and --pid, `merge` does.",
 )
 @click.option(
     "--nccl-timing", is_flag=True, help="Set TORCH_NCCL_ENABLE_TIMING: durations of NCCL's calls, a CUDA event each."

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="RUN_DIR only: the job as intended, kept in the run beside what the job said of itself.",
 )
-@click.option("--drop-raw", is_flag=True, help="RUN_DIR only: delete the profiler's traces that were read whole.")
+@click.option(
+    "--drop-raw/--keep-raw",
+    default=None,
+    help="RUN_DIR only: delete the profiler's traces that were read whole, or keep them.  [default: as attach was asked]",
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
     help="RUN_DIR only: processes that read files.  [default: one per processor]",
 )
 def merge_command(
-    parts: tuple[str, ...], out: Path, job_file: Path | None, drop_raw: bool, workers: int | None
+    parts: tuple[str, ...], out: Path, job_file: Path | None, drop_raw: bool | None, workers: int | None
 ) -> None:
     """Merge run tables of different ranks, or what a collector left, into one file.
 
@@ -65,8 +69,8 @@ def merge_command(
         result = merge_run_dir(Path(folders[0]), out, job_file=job_file, drop_raw=drop_raw, workers=workers)
         print_run_dir(result, out)
         return
-    if job_file is not None or drop_raw or workers is not None:
-        raise click.UsageError("--job, --drop-raw and --workers go with a RUN_DIR, and there is none here.")
+    if job_file is not None or drop_raw is not None or workers is not None:
+        raise click.UsageError("--job, --drop-raw, --keep-raw and --workers go with a RUN_DIR, and there is none here.")
     files = [Path(f) for part in parts for f in run_files(part)]
     read = _in_order([_read(f) for f in files])
     metadata = _metadata(read)
@@ -84,7 +88,7 @@ def merge_run_dir(
     out: Path,
     *,
     job_file: Path | None = None,
-    drop_raw: bool = False,
+    drop_raw: bool | None = None,
     workers: int | None = None,
     progress: Callable[[Path, int], None] | None = None,
 ) -> ImportResult:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -122,7 +123,7 @@ class _Reader:
     # frames ------------------------------------------------------------------------------------------------------
 
     def _frames(self) -> Iterator[list[Any]]:
-        frames = record.frames(self.path)
+        frames = record.frames(self.path, _decoded)
         while True:
             try:
                 part = next(frames, None)
@@ -718,6 +719,13 @@ class _Reader:
 
 
 # small helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:  # NaN and Infinity, which Python writes and JSON does not know
+        return json.loads(text)
 
 
 def _arguments(job: Mapping[str, Any]) -> int:

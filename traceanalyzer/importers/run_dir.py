@@ -107,13 +107,14 @@ def import_run_dir(
     job_text: JobText | None = None,
     workers: int = 1,
     progress: Callable[[Path, int], None] | None = None,
-    drop_raw: bool = False,
+    drop_raw: bool | None = None,
 ) -> ImportResult:
     """Imports a collector's folder into the Parquet file ``out``, which appears when whole.
 
     ``metadata`` goes into the key-value metadata as it is; ``job_text`` makes the captured job of what the lowest rank
     says of itself (an error of it is an issue). ``progress`` as for import_traces. ``drop_raw`` deletes the traces that
-    were read whole, once the run is written. Missing ranks, killed ranks and damage are issues; what is left opens.
+    were read whole, once the run is written; None: as the launch was asked (``keep_raw`` in run.json), else not. Missing
+    ranks, killed ranks and damage are issues; what is left opens.
     Raises InputError for a folder without any recording.
     """
     found = open_run_dir(Path(run_dir))
@@ -125,6 +126,9 @@ def import_run_dir(
         result = _put_together(found, summaries, out, dict(metadata or {}), job_text, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    if drop_raw is None:
+        asked = found.launch.get("config")
+        drop_raw = isinstance(asked, dict) and asked.get("keep_raw") is False
     if drop_raw and result.out is not None:
         whole = {s.path for s in summaries if s.status in ("complete", "complete with rejects")}
         for trace in found.traces:
