@@ -33,6 +33,10 @@ Ranges ``ta:step 3``, ``ta:microbatch 0``, ``ta:forward``, ``ta:backward``, ``ta
 opened only while ``state.marking``; the same as "span" records while ``state.on``. The backward pass of a layer has a
 span and no range: it begins and ends inside different nodes of autograd.
 
+Rows per expert. Megatron's dispatchers bring the number of rows of each local expert to the host before the experts are
+called; there it is read, and said as a "rows" record. Nothing is copied or waited for: a count that is on the device, or
+whose copy to the host nobody is known to have waited for, is left out, and an issue says so.
+
 Not hooked: the combined 1F1B schedule that overlaps expert communication with another micro-batch (combined_1f1b.py),
 ring_exchange, whole-iteration CUDA graphs.
 
@@ -124,18 +128,33 @@ seen = Seen()
 """The process's own."""
 
 
+@dataclass(eq=False, slots=True)
+class Experts:
+    """The local experts of one layer. facts: what the log's "experts" record says. log: that has heard of them.
+
+    waited: whether counts that are on the host when the experts are called are known to be complete there although the rows
+    are on a device.
+    """
+
+    facts: dict[str, Any]
+    waited: bool
+    log: Any = None
+    number: int = 0
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Label:
     """What a module is: its layer (None: the enclosing one's) and component; kind is "layer" or "module".
 
     tells: whether its backward pass is found by a hook on autograd's node. The linear layers have none: their autograd
-    functions go back to their place by themselves.
+    functions go back to their place by themselves. experts: of the local experts of a layer, what their counts are of.
     """
 
     layer: int | None
     component: str | None
     kind: str = "module"
     tells: bool = True
+    experts: Experts | None = None
 
 
 # -- what is hooked by name --------------------------------------------------------------------------------------------
@@ -336,9 +355,50 @@ _OUTSIDE: dict[str, str] = {
 """Last part of the path of a module outside the layers -> component."""
 
 
+_WAITING = (
+    "MoEAllGatherTokenDispatcher",  # copies and waits
+    "MoEAlltoAllTokenDispatcher",  # waits at its cuda_sync_point, before_finish at the latest; padded: made on the host
+    "MoEAlltoAllSEQTokenDispatcher",  # up to 0.12, likewise
+    "_DeepepManager",  # DeepEP gives a list, after it has waited
+)
+"""Dispatchers (of a flexible one: its manager) after which a count on the host is complete: megatron-core 0.11 to 0.19."""
+
+_READING = ("GroupedMLP", "SequentialMLP", "TEGroupedMLP")
+"""Experts that read the counts on the host themselves, first of all, unless they are fused."""
+
+
+def _experts(layer: Any, module: Any) -> Experts | None:
+    """What is known of the experts of a MoE layer; None if it is another kind of layer. Never raises, asks no device."""
+    try:
+        dispatcher = getattr(layer, "token_dispatcher", None)
+        local = [int(number) for number in layer.local_expert_indices]
+        if dispatcher is None or local != list(range(local[0], local[0] + len(local))):
+            return None
+        manager = getattr(dispatcher, "_comm_manager", None)
+        names = [type(x).__name__ for x in (dispatcher, manager) if x is not None]
+        group = getattr(dispatcher, "ep_group", None) or getattr(layer, "ep_group", None)
+        ranks: list[int] | None = None
+        with contextlib.suppress(Exception):
+            ranks = list(sys.modules["torch.distributed"].get_process_group_ranks(group)) if group is not None else None
+        tensor = getattr(dispatcher, "tp_size", None)
+        facts = {
+            "dispatcher": ".".join(names),
+            "first": local[0],
+            "local": len(local),
+            "ranks": ranks,
+            "tensor_ranks": tensor if isinstance(tensor, int) else None,
+        }
+        reads = type(module).__name__ in _READING and not getattr(module, "_with_fused_impl", False)
+        return Experts(facts, names[-1] in _WAITING or reads)
+    except Exception as error:  # noqa: BLE001 - layers without counts
+        state.failed("marks.experts", error)
+        return None
+
+
 def _find(model: Any) -> dict[Any, Label]:
     """Labels of the modules of a Megatron model chunk, by their paths."""
     found: dict[Any, Label] = {}
+    routed: dict[str, Any] = {}  # path of the experts of a layer -> the layer that holds their dispatcher
     layers: list[tuple[str, str]] = []  # path of a layer, what its components begin with
     for path, module in model.named_modules():
         inside = next(((p, words) for p, words in reversed(layers) if path.startswith(f"{p}.")), None)
@@ -359,8 +419,11 @@ def _find(model: Any) -> dict[Any, Label]:
             component = _PARTS.get(path[len(inside[0]) + 1 :])
             if component == "mlp" and hasattr(module, "router"):
                 component = "experts"
+                routed[f"{path}.experts"] = module
             if component is not None:
-                found[module] = Label(None, inside[1] + component, tells="linear" not in path.rpartition(".")[2])
+                tells = "linear" not in path.rpartition(".")[2]
+                experts = _experts(routed[path], module) if path in routed else None
+                found[module] = Label(None, inside[1] + component, tells=tells, experts=experts)
         elif (last := path.rpartition(".")[2]) in _OUTSIDE:
             if last != "embedding" or hasattr(module, "word_embeddings"):
                 found[module] = Label(None, _OUTSIDE[last])
@@ -442,6 +505,13 @@ def _tensors(value: Any) -> Iterator[Any]:
 # -- the marks ---------------------------------------------------------------------------------------------------------
 
 
+_ON_DEVICE = "The dispatcher leaves the rows per expert on the device: they are not recorded."
+_NOT_WAITED = (
+    "The rows per expert are on the host, but the dispatcher is not known to have waited for their copy: they are not "
+    "recorded."
+)
+
+
 class _Marks:
     """One installation."""
 
@@ -476,6 +546,7 @@ class _Marks:
         self.cycle: set[int] | None = None
         self.optimizer_scope: Any = None
         self.last_node: Any = None
+        self.layers_of_experts = 0
         self.threads: dict[int, int] = {}  # Python's number of a thread -> the system's
         self.backward_layer: tuple[int, int, int] | None = None  # layer, start, place
         self.compiling: Callable[[], bool] = lambda: False
@@ -1045,6 +1116,8 @@ class _Marks:
                 state.place = place.number
                 if layer:
                     scope, start_ns = self.open(f"layer {place.key.layer}"), time.time_ns()
+                elif label.experts is not None:
+                    self.say_rows(label.experts, args, kwargs, place.number)
             except Exception as error:  # noqa: BLE001 - the job goes on
                 state.failed("marks.module", error)
             try:
@@ -1060,6 +1133,28 @@ class _Marks:
             return out
 
         return wrapper
+
+    def say_rows(self, experts: Experts, args: Any, kwargs: Any, place: int) -> None:
+        """Says how many rows each local expert gets, if the job has that on the host. Copies nothing, waits for nothing."""
+        log = state.log
+        counts = args[1] if len(args) > 1 else kwargs.get("tokens_per_expert")
+        if log is None or counts is None:
+            return
+        if type(counts) is not list:
+            if counts.device.type != "cpu":
+                log.issue("info", "expert_rows_on_device", _ON_DEVICE)
+                return
+            if not experts.waited and args[0].device.type != "cpu":
+                log.issue("info", "expert_rows_not_waited_for", _NOT_WAITED)
+                return
+            counts = counts.tolist()
+        if experts.log is not log:
+            experts.log = log
+            if not experts.number:
+                self.layers_of_experts += 1
+                experts.number = self.layers_of_experts
+            log.put(["experts", experts.number, experts.facts])
+        log.put(["rows", experts.number, time.time_ns(), state.step, place, counts])
 
     def backward_of(self, place: Place) -> Place:
         found = place.backward

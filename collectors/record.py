@@ -15,6 +15,10 @@ record     items
 "call"     one call of c10d: the fields of CALL in their order
 "span"     kind (step, microbatch, forward, backward, layer, module, optimizer, window), name, start_ns, end_ns, tid,
            step, place
+"experts"  number, {dispatcher, first, local, ranks, tensor_ranks}: the local experts of a layer, said before their first
+           "rows": class of the dispatcher, number of the first expert, how many, global ranks of their expert-parallel
+           group, ranks that share each expert (expert tensor parallelism)
+"rows"     number of an "experts" record, time at which they are called, step, place, [rows of each local expert]
 "metric"   key, value, unit, step
 "job"      {what the job says of itself}
 "window"   {file, step_from, step_to, start_ns, end_ns, state}: one profiler window; state "open" when it begins, and

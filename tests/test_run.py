@@ -124,7 +124,7 @@ def test_a_newer_major_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SchemaError) as refusal:
         Run.open(path)
     assert str(refusal.value) == (
-        f"{path}: written with schema version 2.0; this program reads up to 1.1. Update traceanalyzer."
+        f"{path}: written with schema version 2.0; this program reads up to 1.2. Update traceanalyzer."
     )
 
 

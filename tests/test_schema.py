@@ -165,7 +165,7 @@ def test_duckdb_keeps_null_and_zero_and_unsigned_apart(run_file: Path) -> None:
 
 def test_the_file_names_its_schema_version_and_the_job(run_file: Path) -> None:
     pairs = rows_of(f"SELECT decode(key), decode(value) FROM parquet_kv_metadata('{run_file}')")
-    assert ("traceanalyzer.schema", "1.1") in pairs
+    assert ("traceanalyzer.schema", "1.2") in pairs
     assert ("traceanalyzer.job.intended", '{"tp": 2}') in pairs
 
 

@@ -1,6 +1,6 @@
 """The run table: every column's name, type, unit and meaning. Writers, views, docs and checks all derive from here.
 
-One wide Parquet schema holds eight kinds of rows, told apart by ``kind``; each kind uses its own columns and leaves the
+One wide Parquet schema holds nine kinds of rows, told apart by ``kind``; each kind uses its own columns and leaves the
 others null. Null is unknown, 0 is zero, -1 does not exist. Times are int64 unix nanoseconds as recorded (clocks are not
 aligned here), sizes are int64 bytes or elements.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-SCHEMA_VERSION = (1, 1)
+SCHEMA_VERSION = (1, 2)
 """Major, minor. A reader refuses a newer major version; a minor version only adds columns or words."""
 
 META_SCHEMA = "traceanalyzer.schema"
@@ -26,6 +26,7 @@ what the launcher wrote into RUN_DIR/run.json."""
 KINDS: dict[str, str] = {
     "comm_record": "one collective or point-to-point call on one rank, as one source saw it",
     "cpu_op": "one operator or runtime call on the host",
+    "expert_rows": "one call of the local experts of one MoE layer on one rank, and the rows each of them got",
     "issue": "something wrong or missing in the input",
     "kernel": "one activity on a device: a kernel, a copy or a memset",
     "metric": "one measured value",
@@ -38,6 +39,7 @@ KINDS: dict[str, str] = {
 VIEWS: dict[str, str] = {
     "comm": "comm_record",
     "cpu_op": "cpu_op",
+    "expert_rows": "expert_rows",
     "issue": "issue",
     "kernel": "kernel",
     "metric": "metric",
@@ -75,7 +77,8 @@ _ALL = tuple(KINDS)
 _TIMED = ("comm_record", "cpu_op", "kernel", "span")
 _HOST = ("comm_record", "cpu_op", "span")
 _C = ("comm_record",)
-_PLACED = ("comm_record", "span")
+_E = ("expert_rows",)
+_PLACED = ("comm_record", "span", "expert_rows")
 _K = ("kernel",)
 _G = ("process_group",)
 _R = ("rank",)
@@ -92,8 +95,8 @@ COLUMNS: tuple[Column, ...] = (
         _I64,
         "ns",
         "Start, unix time as recorded. For a call: start of its work (kernel, or the backend's own range); null if no "
-        "work was tied to it.",
-        _TIMED,
+        "work was tied to it. For expert rows: when the host called the experts.",
+        (*_TIMED, *_E),
     ),
     Column(
         "dur_ns",
@@ -103,7 +106,13 @@ COLUMNS: tuple[Column, ...] = (
         _TIMED,
     ),
     # names and classes
-    Column("name", _DICT, "", "Name as recorded.", ("cpu_op", "kernel", "process_group", "span")),
+    Column(
+        "name",
+        _DICT,
+        "",
+        "Name as recorded. Of expert rows: class of the dispatcher.",
+        ("cpu_op", "kernel", "process_group", "span", *_E),
+    ),
     Column(
         "category",
         _DICT,
@@ -279,7 +288,13 @@ COLUMNS: tuple[Column, ...] = (
     # one group
     Column("description", _TEXT, "", "Description the job gave the group (group_desc).", _G),
     Column("backend", _DICT, "", "Communication backend.", _G),
-    Column("ranks", _LIST_I32, "", "Global ranks in the group, complete. Null: not known.", _G),
+    Column(
+        "ranks",
+        _LIST_I32,
+        "",
+        "Global ranks in the group, complete. Of expert rows: in the expert-parallel group. Null: not known.",
+        (*_G, *_E),
+    ),
     Column(
         "ranks_source",
         _DICT,
@@ -317,6 +332,23 @@ COLUMNS: tuple[Column, ...] = (
     Column("rows_kept", _I64, "rows", "Rows kept.", _R),
     Column("rows_rejected", _I64, "events", "Events that could not be used, each counted in an issue.", _R),
     Column("import_status", _DICT, "", "complete, complete with rejects, or partial.", _R),
+    # one call of the local experts
+    Column(
+        "local_expert_rows",
+        _LIST_I64,
+        "rows",
+        "Rows that each local expert got, in order of its number, with those that the dispatcher pads. Read where the job "
+        "had them on the host.",
+        _E,
+    ),
+    Column("first_expert", _I32, "", "Number of the first local expert among the experts of the layer, from 0.", _E),
+    Column(
+        "expert_tensor_ranks",
+        _I32,
+        "ranks",
+        "Ranks that share each expert (expert tensor parallelism): each of them computes these rows. Null: not known.",
+        _E,
+    ),
     # one metric
     Column("key", _DICT, "", "Name of the value.", ("metric",)),
     Column("value", _F64, "see unit", "The value.", ("metric",)),

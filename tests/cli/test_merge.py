@@ -54,7 +54,7 @@ def test_parts_come_out_in_order_of_rank(run_cli: Cli, write_part: Callable[...,
     assert table.column("rank").to_pylist() == [0, 2, 3, 10] * 2
     with Run.open(tmp_path / "run.parquet") as run:
         assert run.metadata == {
-            "traceanalyzer.schema": "1.1",
+            "traceanalyzer.schema": "1.2",
             "traceanalyzer.import": '{"source": "kineto", "status": "complete with rejects"}',
             "traceanalyzer.job.intended": '{"world_size": 16}',
         }

@@ -149,7 +149,7 @@ def test_a_wrong_query_names_the_views(run_cli: Cli, run: Path) -> None:
     assert done.stdout == ""
     first, *_, last = done.stderr.splitlines()
     assert first.startswith('Error: the query failed: Binder Error: Referenced column "rol" not found')
-    assert last == "Views: run, comm, cpu_op, issue, kernel, metric, process_group, rank, span"
+    assert last == "Views: run, comm, cpu_op, expert_rows, issue, kernel, metric, process_group, rank, span"
 
 
 def test_a_query_that_fails_late_leaves_no_file(run_cli: Cli, run: Path, tmp_path: Path) -> None:
@@ -181,6 +181,7 @@ def test_without_a_query_the_views_are_listed(run_cli: Cli, run: Path) -> None:
     assert heads == [
         "comm: a row is one call, from the source that says most, with its role and place",
         "cpu_op: a row is one operator or runtime call on the host",
+        "expert_rows: a row is one call of the local experts of one MoE layer on one rank, and the rows each of them got",
         "issue: a row is something wrong or missing in the input",
         "kernel: a row is one activity on a device: a kernel, a copy or a memset",
         "metric: a row is one measured value",

@@ -45,6 +45,12 @@ class Marked:
         ]
 
 
+def folder_of(factory: pytest.TempPathFactory) -> Path:
+    """Where the jobs of this test run are, for all of its processes (xdist's have folders of their own below one)."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "marked_jobs"
+
+
 def launch(ranks: int, *command: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(

@@ -14,7 +14,7 @@ from traceanalyzer import job as job_module
 from traceanalyzer.collectors import jobinfo, marks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from marked_jobs import Marked, needs_megatron, run
+from marked_jobs import Marked, folder_of, needs_megatron, run
 
 COMMON: dict[str, Any] = {
     "framework": "megatron-core",
@@ -93,7 +93,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp().parent / "marked_jobs"
+    return folder_of(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

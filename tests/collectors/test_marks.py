@@ -14,14 +14,14 @@ from traceanalyzer.collectors import marks
 from traceanalyzer.collectors.state import state
 
 sys.path.insert(0, str(Path(__file__).parent))
-from marked_jobs import Marked, needs_megatron, run
+from marked_jobs import Marked, folder_of, needs_megatron, run
 
 AG, RS, AR, A2A = "all_gather_single", "reduce_scatter_single", "allreduce", "all_to_all_single"
 
 
 @pytest.fixture
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp().parent / "marked_jobs"
+    return folder_of(tmp_path_factory)
 
 
 def job(base: Path, configuration: str, *, marks: bool = True) -> Marked:
@@ -176,6 +176,61 @@ def test_expert_parallel_calls_have_their_part_of_the_dispatcher(base: Path) -> 
     ]
 
 
+def expert_rows(found: Marked, rank: int) -> list[tuple[Any, ...]]:
+    """(step, phase, micro-batch, layer, first expert, counts) of each call of the experts."""
+    places, records = found.places(rank), found.records(rank)
+    said = {r[1]: r[2] for r in records if r[0] == "experts"}
+    return [
+        (r[3], *(places[r[4]][key] for key in ("phase", "microbatch", "layer")), said[r[1]]["first"], r[5])
+        for r in records
+        if r[0] == "rows"
+    ]
+
+
+def routed(found: Marked, step: int, call: int, layer: int) -> list[int]:
+    """Rows of each of the four experts in one call of a layer's router, summed over both ranks, as the job itself says."""
+    each = []
+    for rank in range(2):
+        said = json.loads((found.folder / f"rank{rank}.json").read_text())["routed"]
+        of_layer = [counts for number, counts in said if number == layer]
+        each.append(of_layer[step * len(of_layer) // 2 + call])
+    return [sum(counts) for counts in zip(*each, strict=True)]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("configuration", "dispatcher", "phases"),
+    [
+        ("ep2", "MoEAlltoAllTokenDispatcher", ["forward"]),
+        pytest.param("ep2_allgather", "MoEAllGatherTokenDispatcher", ["forward", "recompute"], marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_each_local_expert_are_those_that_the_routers_send(
+    base: Path, configuration: str, dispatcher: str, phases: list[str]
+) -> None:
+    found = job(base, configuration)
+    for rank in range(2):
+        rows = expert_rows(found, rank)
+        first = 2 * rank
+        of_place = {row[:4]: row[4:] for row in rows}
+        assert of_place == {
+            (step, phase, microbatch, layer): (
+                first,
+                routed(found, step, len(phases) * microbatch + call, layer)[first : first + 2],
+            )
+            for step in (0, 1)
+            for call, phase in enumerate(phases)
+            for microbatch in (0, 1)
+            for layer in (0, 1)
+        }
+        assert len(rows) == len(of_place)
+        assert [r[2] for r in found.records(rank) if r[0] == "experts"] == [
+            {"dispatcher": dispatcher, "first": first, "local": 2, "ranks": [0, 1], "tensor_ranks": 1}
+        ] * 2
+        assert found.facts(rank)["errors"] == 0
+        assert [r for r in found.records(rank) if r[0] == "issue"] == []
+
+
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_context_parallel_calls_inside_a_foreign_function_have_the_place_of_their_module(base: Path) -> None:
@@ -241,12 +296,13 @@ class Places:
 
     def __init__(self) -> None:
         self.records: list[Any] = []
+        self.issues: list[str] = []
 
     def put(self, record: Any) -> None:
         self.records.append(record)
 
-    def issue(self, *_: str) -> None:
-        pass
+    def issue(self, _severity: str, code: str, _sentence: str) -> None:
+        self.issues.append(code)
 
     def here(self) -> tuple[Any, ...]:
         """(step, phase, micro-batch, layer) now."""
@@ -302,6 +358,104 @@ def toy(visits: list[tuple[Any, ...]], log: Places, *, checkpointed: bool = Fals
 
     torch.manual_seed(0)
     return Model()
+
+
+def routed_model(dispatcher: str, experts: str, *, fused: bool = False) -> Any:
+    """Modules as Megatron names them: a layer whose MoE layer hands on the counts that it is given."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    local = type(experts, (torch.nn.Module,), {"forward": lambda self, rows, counts: rows, "_with_fused_impl": fused})
+
+    class MoELayer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = torch.nn.Identity(), local()
+            self.local_expert_indices = [6, 7]
+            self.token_dispatcher = type(dispatcher, (), {"tp_size": 2})()
+
+        def forward(self, rows: Any, counts: Any) -> Any:
+            return self.experts(rows, counts)
+
+    class BaseTransformerLayer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer_number = 4
+            self.mlp = MoELayer()
+
+        def forward(self, rows: Any, counts: Any) -> Any:
+            return self.mlp(rows, counts)
+
+    return torch.nn.ModuleList([BaseTransformerLayer()])
+
+
+@pytest.fixture
+def counting(log: Places) -> Any:
+    """Calls such a model with rows on a device and these counts; gives what was said of it."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+
+    def call(counts: Any, dispatcher: str, experts: str, *, device: str = "meta", fused: bool = False) -> Any:
+        marks.install(Session())
+        model = routed_model(dispatcher, experts, fused=fused)
+        installed: Any = marks._marks
+        installed.learn(marks._find(model))
+        state.on, state.step = True, 5
+        before = len(log.records)
+        for _ in range(2):
+            model[0](torch.empty(9, 1, device=device), counts)
+        state.step = None
+        said = [r for r in log.records[before:] if r[0] in ("experts", "rows")]
+        return [r[:2] + r[3:] if r[0] == "rows" else r for r in said], log.issues, state.errors
+
+    return call
+
+
+ALLTOALL, FLEX = "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher"
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "experts", "fused", "device"),
+    [
+        (ALLTOALL, "TEGroupedMLP", True, "meta"),  # the dispatcher has waited
+        (FLEX, "TEGroupedMLP", False, "meta"),  # the experts read the counts themselves
+        (FLEX, "OtherMLP", False, "cpu"),  # nothing is on a device
+    ],
+)
+def test_counts_on_the_host_are_taken(
+    counting: Any, log: Places, dispatcher: str, experts: str, fused: bool, device: str
+) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    said, issues, errors = counting(torch.tensor([4, 5]), dispatcher, experts, device=device, fused=fused)
+    facts = {"dispatcher": dispatcher, "first": 6, "local": 2, "ranks": None, "tensor_ranks": 2}
+    assert said == [["experts", 1, facts], *[["rows", 1, 5, said[1][3], [4, 5]]] * 2]
+    places = {r[1]: r[2] for r in log.records if r[0] == "place"}
+    assert (places[said[1][3]]["layer"], places[said[1][3]]["component"]) == (3, "experts")
+    assert (issues, errors) == ([], 0)
+
+
+def test_counts_that_are_a_list_are_taken(counting: Any) -> None:
+    said, issues, errors = counting([4, 5], FLEX, "OtherMLP")
+    assert [r[4] for r in said[1:]] == [[4, 5], [4, 5]]
+    assert (issues, errors) == ([], 0)
+
+
+def test_counts_on_a_device_are_not_touched(counting: Any) -> None:
+    """A tensor without data, which raises at any attempt to read it."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    counts = torch.empty(2, dtype=torch.int64, device="meta")
+    assert counting(counts, ALLTOALL, "TEGroupedMLP") == ([], ["expert_rows_on_device"] * 2, 0)
+
+
+@pytest.mark.parametrize(("dispatcher", "experts", "fused"), [(FLEX, "OtherMLP", False), (FLEX, "TEGroupedMLP", True)])
+def test_counts_whose_copy_nobody_waited_for_are_not_read(
+    counting: Any, dispatcher: str, experts: str, fused: bool
+) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    found = counting(torch.tensor([4, 5]), dispatcher, experts, fused=fused)
+    assert found == ([], ["expert_rows_not_waited_for"] * 2, 0)
+
+
+def test_errors_over_counts_are_counted_and_the_job_goes_on(counting: Any) -> None:
+    said, _, errors = counting(object(), ALLTOALL, "TEGroupedMLP")
+    assert (said, errors) == ([], 2)
 
 
 def test_plain_torch_steps_layers_and_phases(log: Places) -> None:

@@ -10,7 +10,7 @@ import pytest
 from traceanalyzer.collectors import marks, memory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from marked_jobs import needs_megatron, run
+from marked_jobs import folder_of, needs_megatron, run
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ class Log:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_megatron_tensor_parallel(tmp_path_factory: pytest.TempPathFactory, rank: int) -> None:
     needs_megatron()
-    found = run(tmp_path_factory.getbasetemp().parent / "marked_jobs", "megatron_job", "tp2_sp")
+    found = run(folder_of(tmp_path_factory), "megatron_job", "tp2_sp")
     # half of each: embedding 256 x 64; qkv 192 x 64, proj 64 x 64, fc1 512 x 64, fc2 64 x 256 of two layers; norms whole
     elements = 256 * 64 // 2 + 2 * ((192 * 64 + 64 * 64 + 512 * 64 + 64 * 256) // 2 + 2 * 64) + 64
     steps = 14 * 4  # Adam's count of steps for each parameter, float32
@@ -45,7 +45,7 @@ def test_megatron_tensor_parallel(tmp_path_factory: pytest.TempPathFactory, rank
 @pytest.mark.megatron
 def test_distributed_optimizer_holds_its_shard(tmp_path_factory: pytest.TempPathFactory) -> None:
     needs_megatron()
-    found = run(tmp_path_factory.getbasetemp().parent / "marked_jobs", "megatron_job", "dp2_distopt_overlap")
+    found = run(folder_of(tmp_path_factory), "megatron_job", "dp2_distopt_overlap")
     elements = 256 * 64 + 2 * (192 * 64 + 64 * 64 + 512 * 64 + 64 * 256 + 2 * 64) + 64
     sizes = [{r[1]: r[2] for r in found.records(rank) if r[0] == "metric"} for rank in (0, 1)]
     for one in sizes:

@@ -224,6 +224,27 @@ def test_import_takes_a_dump(tmp_path: Path) -> None:
     )
 
 
+def test_a_trace_of_the_same_rank_counts_before_a_dump(tmp_path: Path) -> None:
+    """The dump, recorded earlier, is an issue; the trace's rows stay. Two dumps of one rank: the first stays."""
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1e9, "dur": 1, "args": {"stream": 7, "device": 0}}
+    (tmp_path / "rank1.json").write_text(
+        json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": 1}, "traceEvents": [kernel]})
+    )
+    (tmp_path / "_dump_1").write_bytes(pickle.dumps(dump(entry(0))))
+    result = import_traces([tmp_path / "_dump_1", tmp_path / "rank1.json"], tmp_path / "run.parquet")
+    assert (result.status, result.ranks) == ("partial", [1])
+    assert {k: result.rows.get(k, 0) for k in ("comm_record", "kernel", "rank")} == {
+        "comm_record": 0,
+        "kernel": 1,
+        "rank": 1,
+    }
+    [issue] = [i for i in result.issues if i["code"] == "record_beside_trace"]
+    assert (issue["severity"], issue["source_file"]) == ("warning", "_dump_1")
+    (tmp_path / "_dump_01").write_bytes(pickle.dumps(dump(entry(0))))
+    two = import_traces([tmp_path / "_dump_1", tmp_path / "_dump_01"], tmp_path / "two.parquet")
+    assert [i["code"] for i in two.issues if i["code"] != "record_beside_trace"].count("rank_twice") == 1
+
+
 @pytest.mark.shared
 def test_a_real_job_that_hung(shared: Callable[[str], Path], tmp_path: Path) -> None:
     _, rows = read(shared("traces/nvrx_flight_recorder/gpu_error_1st/_dump_9"), tmp_path)

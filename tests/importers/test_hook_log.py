@@ -244,6 +244,60 @@ def test_splits(imported: Imported, method: str, in_splits: Any, out_splits: Any
     assert (row.get("in_splits"), row.get("out_splits"), row.get("splits_known")) == stored
 
 
+EXPERTS = {"dispatcher": "MoEAllGatherTokenDispatcher", "first": 2, "local": 2, "ranks": [1, 3], "tensor_ranks": 1}
+
+
+def test_rows_of_experts(imported: Imported) -> None:
+    place = {"microbatch": 2, "chunk": 0, "layer": 5, "phase": "recompute", "component": "experts"}
+    _, rows = imported(
+        [
+            ["run", RUN],
+            ["place", 1, place],
+            ["experts", 1, EXPERTS],
+            ["rows", 1, T + 20, 4, 1, [7, 0]],
+            ["rows", 1, T + 10, 4, 0, [3, 4]],
+            ["experts", 2, {**EXPERTS, "ranks": None, "tensor_ranks": None}],
+            ["rows", 2, T + 30, None, 0, [5, 6]],
+            end(0),
+        ]
+    )
+    about = {"rank": 1, "source": "hook", "name": "MoEAllGatherTokenDispatcher", "first_expert": 2}
+    group = {"ranks": [1, 3], "expert_tensor_ranks": 1}
+    at = {f"recorded_{key}": value for key, value in place.items()}
+    assert rows["expert_rows"] == [
+        {**about, **group, "start_ns": T + 10, "local_expert_rows": [3, 4], "recorded_step": 4},
+        {**about, **group, **at, "start_ns": T + 20, "local_expert_rows": [7, 0], "recorded_step": 4},
+        {**about, "start_ns": T + 30, "local_expert_rows": [5, 6]},
+    ]
+    assert codes(rows) == {}
+    assert rows["rank"][0]["rows_kept"] == 3
+
+
+def test_rows_of_experts_that_are_damaged(imported: Imported) -> None:
+    """What is no list of counts is odd; whose experts are not said, or whose place, is kept and said."""
+    _, rows = imported(
+        [
+            ["run", RUN],
+            ["experts", 1, EXPERTS],
+            *(["rows", 1, T, 4, 0, counts] for counts in (None, [], 7, [1, -1], [1, "x"])),
+            ["rows", 9, T, 4, 3, [1, 2]],
+            end(0),
+        ]
+    )
+    assert rows["expert_rows"] == [
+        {"rank": 1, "source": "hook", "start_ns": T, "local_expert_rows": [1, 2], "recorded_step": 4}
+    ]
+    assert codes(rows) == {"odd_record": 5, "experts_not_recorded": 1, "place_not_recorded": 1}
+
+
+def test_experts_of_an_earlier_recording_are_not_taken(imported: Imported) -> None:
+    _, rows = imported(
+        [["run", RUN], ["experts", 1, EXPERTS], end(0), ["run", RUN], ["rows", 1, T, 0, 0, [1, 2]], end(0)]
+    )
+    assert [row.get("first_expert") for row in rows["expert_rows"]] == [None]
+    assert codes(rows) == {"experts_not_recorded": 1, "recorded_again": 1}
+
+
 def test_a_group_is_known_better_later_and_a_name_comes_again(imported: Imported) -> None:
     _, rows = imported(
         [["run", RUN], ["group", 0, {**GROUP, "ranks": None}], call(0)],

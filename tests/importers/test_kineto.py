@@ -872,7 +872,7 @@ def test_the_file_describes_itself(import_text: Import) -> None:
     run = import_text(document(kernel("k", 1, 1, 1)), metadata={"traceanalyzer.job.intended": "{}"})
     found = pq.read_schema(run.path)
     assert found.names == [c.name for c in schema.COLUMNS]
-    assert found.metadata[schema.META_SCHEMA.encode()] == b"1.1"
+    assert found.metadata[schema.META_SCHEMA.encode()] == b"1.2"
     assert json.loads(found.metadata[schema.META_IMPORT.encode()]) == {"source": "kineto", "status": "complete"}
     assert found.metadata[schema.META_JOB_INTENDED.encode()] == b"{}"
 

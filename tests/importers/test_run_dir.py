@@ -377,7 +377,9 @@ def test_drop_raw_deletes_what_was_read_whole(folder: Folder, merge: Callable[..
     assert (log.exists(), whole.exists(), cut.exists()) == (True, False, True)
 
 
-def test_raw_traces_are_deleted_where_the_launch_was_asked_to(folder: Folder, merge: Callable[..., ImportResult]) -> None:
+def test_raw_traces_are_deleted_where_the_launch_was_asked_to(
+    folder: Folder, merge: Callable[..., ImportResult]
+) -> None:
     folder.log(0, world=1)
     trace = folder.trace(0, [0, 1, 2])
     about = folder.path / "run.json"

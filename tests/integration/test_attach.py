@@ -15,6 +15,7 @@ MEGATRON = {
     "pp2_interleaved": 2,
     "dp2_distopt_overlap": 2,
     "ep2": 2,
+    "ep2_allgather": 2,
     "cp2": 2,
     "tp2_pp2_interleaved": 4,
     "pp2_dp2_distopt": 4,
@@ -75,6 +76,45 @@ def test_megatron_with_hooks_only(name: str, jobs: Any) -> None:
     assert attached.results == alone.results
     assert not list((attached.run_dir / "trace").glob("*"))
     explained(attached, processes)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("name", "evidence"), [pytest.param("ep2", "splits", marks=pytest.mark.slow), ("ep2_allgather", "counts")]
+)
+def test_rows_of_experts(name: str, evidence: str, jobs: Any) -> None:
+    """What the run holds, and the balance made of it, is what the job's own routers say."""
+    pytest.importorskip("megatron.core")
+    job = jobs.attached("attached", lambda out: jobs.megatron(name, 2, out), "--no-profile")
+    assert job.code == 0, job.output
+    repeats = 2 if name == "ep2_allgather" else 1  # forward, and again before the backward pass
+    sent: dict[tuple[int, int, int], list[int]] = {}  # (step, micro-batch, layer) -> rows of each expert, of both ranks
+    for layer in (0, 1):
+        calls = [[counts for number, counts in job.results[rank]["routed"] if number == layer] for rank in (0, 1)]
+        assert [len(c) for c in calls] == [3 * 2 * repeats] * 2
+        for i, pair in enumerate(zip(*calls, strict=True)):
+            sent[i // repeats // 2, i // repeats % 2, layer] = [sum(counts) for counts in zip(*pair, strict=True)]
+    assert {sum(counts) for counts in sent.values()} == {2 * 2 * 32 * 2}  # ranks, sequences, tokens, experts of each
+    with Run.open(job.out) as run:
+        rows = run.rows(
+            "SELECT rank, recorded_step, recorded_microbatch, recorded_layer, recorded_phase, local_expert_rows, "
+            "first_expert, ranks, expert_tensor_ranks FROM expert_rows"
+        )
+        assert sorted(tuple(r.values()) for r in rows) == sorted(
+            (rank, *place, phase, counts[2 * rank : 2 * rank + 2], 2 * rank, [0, 1], 1)
+            for place, counts in sent.items()
+            for rank in (0, 1)
+            for phase in ("forward", "recompute")[:repeats]
+        )
+        balance = [r for r in run.query("expert_balance").rows() if r["phase"] == "forward"]
+        imbalance: dict[int, list[float]] = {step: [] for step in range(3)}
+        for (step, _, _), counts in sent.items():
+            imbalance[step].append(max(sum(counts[:2]), sum(counts[2:])) / 128)
+        assert [(r["step"], r["evidence"], r["passes"], r["whole_passes"], r["imbalance_max"]) for r in balance] == [
+            (step, evidence, 4, 4, max(found)) for step, found in imbalance.items()
+        ]
+        assert {r["contradicted_passes"] for r in balance} == {0 if evidence == "splits" else None}
+        assert {r["reason"] for r in balance} == {None}
 
 
 # -- torch's own ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Importers: one module per outside format, each giving rows of the run table. This module runs them over many files.
 
 One process reads one file. Ranks are settled when all files are read: a file without a rank stays without one if it is
-alone and is left out by name among several; of two files that claim one rank, the one recorded first stays.
+alone and is left out by name among several; of two files that claim one rank, a trace or log stays before a dump of the
+flight recorder or lines of NCCL's Inspector, else the one recorded first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 
 from traceanalyzer import schema
 from traceanalyzer.errors import InputError
-from traceanalyzer.importers import flight_recorder, hook_log
+from traceanalyzer.importers import flight_recorder, hook_log, nccl_inspector
 from traceanalyzer.importers.kineto import Summary, import_file, trace_files
 from traceanalyzer.importers.spool import RunWriter, table_of
 
@@ -31,6 +32,9 @@ __all__ = ["ImportResult", "import_traces", "merge_files", "read_all", "trace_fi
 
 STATUSES = ("complete", "complete with rejects", "partial", "refused")
 """From best to worst."""
+
+_BESIDE = (flight_recorder.SOURCE, nccl_inspector.SOURCE)
+"""Sources that know of calls alone: what else is known of a rank counts first."""
 
 
 @dataclass
@@ -106,12 +110,14 @@ def import_traces(
 
 
 def _read_one(path: Path, folder: Path, told_rank: int | None, progress: Callable[[int], None] | None) -> Summary:
-    """Reads one file by what it is: a collector's log, a flight recorder's dump, else a trace."""
+    """Reads one file by what it is: a collector's log, a flight recorder's dump, NCCL's Inspector's lines, else a trace."""
     folder.mkdir()
     if hook_log.is_log(path):
         return hook_log.import_file(path, folder / "part.parquet", told_rank=told_rank, progress=progress)
     if flight_recorder.is_dump(path):
         return flight_recorder.import_file(path, folder / "part.parquet", told_rank=told_rank)
+    if nccl_inspector.is_log(path):
+        return nccl_inspector.import_file(path, folder / "part.parquet", told_rank=told_rank)
     return import_file(path, folder / "part.parquet", work=folder, told_rank=told_rank, progress=progress)
 
 
@@ -161,7 +167,7 @@ def _settle(summaries: list[Summary], out: Path, metadata: dict[str, str], work:
     kept: list[Summary] = []
     if len(summaries) > 1:
         chosen: dict[int, Summary] = {}
-        for summary in sorted(usable, key=lambda s: (s.window_start_ns or 0, s.file)):
+        for summary in sorted(usable, key=lambda s: (s.source in _BESIDE, s.window_start_ns or 0, s.file)):
             if summary.rank is None:
                 issues.append(
                     _issue(
@@ -169,6 +175,17 @@ def _settle(summaries: list[Summary], out: Path, metadata: dict[str, str], work:
                         "file_without_rank",
                         f"{summary.file} states no rank, neither inside nor in its name, so it was left out. Import it "
                         "alone with --rank N, or write the rank into its distributedInfo.",
+                        summary.file,
+                    )
+                )
+            elif summary.rank in chosen and summary.source in _BESIDE and chosen[summary.rank].source not in _BESIDE:
+                issues.append(
+                    _issue(
+                        "warning",
+                        "record_beside_trace",
+                        f"{summary.file} ({summary.source}) is of rank {summary.rank}, of which {chosen[summary.rank].file} "
+                        "holds more than the calls, so it was left out. To see it, import it by itself; a collector's "
+                        "folder (traceanalyzer merge RUN_DIR) has both in one run.",
                         summary.file,
                     )
                 )

@@ -106,6 +106,8 @@ class _Reader:
         self.numbers: list[npt.NDArray[np.int64]] = []
         self.steps: list[npt.NDArray[np.int64]] = []
         self.spans: list[list[Any]] = []
+        self.experts_at: dict[Any, dict[str, Any]] = {}
+        self.expert_rows: list[dict[str, Any]] = []
         self.metrics: list[list[Any]] = []
         self.windows: list[dict[str, Any]] = []
         self.open_windows: dict[Any, dict[str, Any]] = {}
@@ -182,7 +184,7 @@ class _Reader:
         self.counts["reopened"] += 1
         self.base = max((int(n.max()) for n in self.numbers if len(n)), default=-1) + 1
         self.end = None
-        for numbered in (self.group_at, self.place_at, self.blocks):
+        for numbered in (self.group_at, self.place_at, self.blocks, self.experts_at):
             numbered.clear()
 
     def _odd(self, what: str, item: object) -> None:
@@ -198,6 +200,10 @@ class _Reader:
             self.places.append(tuple(values[1].get(name) for name in PLACE))
         elif kind == "span" and len(values) >= 7:
             self.spans.append(values)
+        elif kind == "experts" and len(values) == 2 and isinstance(values[1], dict):
+            self.experts_at[values[0]] = values[1]
+        elif kind == "rows" and len(values) >= 5 and _counts(values[4]) is not None:
+            self._expert_rows(*values[:5])
         elif kind == "metric" and len(values) >= 4:
             self.metrics.append(values)
         elif kind in ("run", "job", "end", "window") and values and isinstance(values[0], dict):
@@ -219,7 +225,7 @@ class _Reader:
         elif kind == "issue" and len(values) >= 4:
             severity = values[0] if values[0] in schema.SEVERITIES else "warning"
             self.said[severity, str(values[1]), str(values[2])] += _whole(values[3]) or 1
-        elif kind in ("group", "place", "span", "metric", "run", "job", "end", "window", "issue"):
+        elif kind in (*("group", "place", "span", "metric", "run", "job", "end", "window", "issue"), "experts", "rows"):
             self._odd(str(kind), item)
         else:
             self.counts["unknown"] += 1
@@ -260,6 +266,34 @@ class _Reader:
             self.counts["renamed"] += 1
         self.group_at[number] = len(self.groups)
         self.groups.append(found)
+
+    def _expert_rows(self, number: Any, at_ns: Any, step: Any, place: Any, counts: Any) -> None:
+        """One call of the local experts, as a row without its rank."""
+        said = self.experts_at.get(number)
+        if said is None:
+            self.counts["expertless"] += 1
+            said = {}
+        if place and place not in self.place_at:
+            self.counts["placeless"] += 1
+        at = self.places[self.place_at.get(place, 0)]
+        found = {
+            f"recorded_{key}": None if value is None else str(value) if key in ("phase", "component") else _whole(value)
+            for key, value in zip(PLACE, at, strict=True)
+        }
+        name = said.get("dispatcher")
+        self.expert_rows.append(
+            {
+                "source": SOURCE,
+                "start_ns": _whole(at_ns),
+                "name": None if name is None else str(name),
+                "recorded_step": _whole(step),
+                **found,
+                "ranks": _counts(said.get("ranks")),
+                "local_expert_rows": _counts(counts),
+                "first_expert": _whole(said.get("first")),
+                "expert_tensor_ranks": _whole(said.get("tensor_ranks")),
+            }
+        )
 
     # calls ---------------------------------------------------------------------------------------------------------
 
@@ -424,8 +458,10 @@ class _Reader:
             issues = self._issues(rank, rank_source, lost)
             status = self._status(lost)
             calls = sum(map(len, self.numbers))
-            kept = calls + len(self.groups) + spans.num_rows + metrics.num_rows
+            kept = calls + len(self.groups) + spans.num_rows + metrics.num_rows + len(self.expert_rows)
             about = {"rank": rank, "source": SOURCE, "source_file": self.path.name}
+            routed = sorted(self.expert_rows, key=lambda row: row["start_ns"] or 0)
+            writer.write("expert_rows", [table_of("expert_rows", [{"rank": rank, **row} for row in routed])])
             writer.write("issue", [table_of("issue", [{**about, **i} for i in issues])])
             writer.write("metric", [metrics])
             groups = [{"rank": rank, "source": SOURCE, **g} for g in self.groups]
@@ -673,8 +709,16 @@ class _Reader:
             add(
                 "warning",
                 "place_not_recorded",
-                "Calls at places whose own record is missing: micro-batch, layer, phase and component are unknown.",
+                "Calls, or calls of experts, at places whose own record is missing: micro-batch, layer, phase and component "
+                "are unknown.",
                 self.counts["placeless"],
+            )
+        if self.counts["expertless"]:
+            add(
+                "warning",
+                "experts_not_recorded",
+                "Rows of experts whose own record is missing: which experts and ranks they are of is unknown.",
+                self.counts["expertless"],
             )
         if self.counts["renamed"]:
             add(
@@ -783,6 +827,14 @@ def _both_sides(given: pa.Array, got: pa.Array, pointwise: npt.NDArray[np.bool_]
     one = pa.array(np.where(pointwise, message, a), mask=~np.where(pointwise, some, known[0]))
     other = pa.array(np.where(pointwise, message, b), mask=~np.where(pointwise, some, known[1]))
     return one, other
+
+
+def _counts(value: Any) -> list[int] | None:
+    """A list of whole numbers that are not negative; None for anything else."""
+    if not isinstance(value, list) or not value:
+        return None
+    whole = [v for v in map(_whole, value) if v is not None and v >= 0]
+    return whole if len(whole) == len(value) else None
 
 
 def _split_list(value: Any) -> list[int] | None:

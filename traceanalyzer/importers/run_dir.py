@@ -452,7 +452,7 @@ def _combine(rank: int | None, entry: _Rank, work: Path, issues: _Issues) -> Pat
                 )
                 query = _FOLDS.get(kind, "SELECT * FROM ({rows})").format(rows=rows, names=", ".join(names))
                 order = {"comm_record": "coalesce(start_ns, t_issue_ns)", "process_group": "group_id"}.get(
-                    kind, "start_ns" if kind in ("cpu_op", "kernel", "span") else "part"
+                    kind, "start_ns" if kind in ("cpu_op", "expert_rows", "kernel", "span") else "part"
                 )
                 found = connection.sql(f"SELECT {', '.join(names)} FROM ({query}) ORDER BY {order}, part, place")
                 if kind == "rank":

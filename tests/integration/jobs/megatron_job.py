@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N megatron_job.py CONFIGURATION FOLDER [--steps N] [--seconds X]
 
 CONFIGURATION is a name in CONFIGURATIONS. Leaves ``rank<r>.json`` in FOLDER: losses and gradient norms of each step as
-hexadecimal floats, and a digest of the parameters' bits after the last one, so that two runs can be compared bit by bit.
+hexadecimal floats, and a digest of the parameters' bits after the last one, so that two runs can be compared bit by bit;
+and of every call of a router its layer and how many of this rank's tokens it sends to each expert.
 It knows nothing of traceanalyzer. README.md says what is real.
 """
 
@@ -41,6 +42,7 @@ class Settings:
     num_moe_experts: int | None = None
     moe_layer_freq: int = 1
     moe_aux_loss_coeff: float = 0.0
+    moe_token_dispatcher_type: str = "alltoall"
     use_distributed_optimizer: bool = False
     overlap: bool = False  # gradients reduced and parameters gathered bucket by bucket, beside the computation
     bucket_size: int | None = None
@@ -68,6 +70,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "dp2_distopt": {**_DISTRIBUTED},
     "dp2_distopt_overlap": {**_DISTRIBUTED, "overlap": True, "bucket_size": 40_000},
     "ep2": {**_EXPERTS, "moe_aux_loss_coeff": 0.01},
+    "ep2_allgather": {**_EXPERTS, "moe_token_dispatcher_type": "allgather", "recompute_granularity": "full"},
     "cp2": {"context_parallel_size": 2, "num_query_groups": 2},
     "tp2_pp2_interleaved": {
         **_TP2,
@@ -115,7 +118,7 @@ def configure(s: Settings) -> Any:
             "num_moe_experts": s.num_moe_experts,
             "moe_layer_freq": s.moe_layer_freq,
             "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": s.moe_token_dispatcher_type,
             "moe_ffn_hidden_size": 128,
             "moe_aux_loss_coeff": s.moe_aux_loss_coeff,
             "moe_router_load_balancing_type": "aux_loss" if s.moe_aux_loss_coeff else "none",
@@ -281,11 +284,28 @@ def digest(chunks: list[Any]) -> str:
     return found.hexdigest()
 
 
+def count_routed(chunks: list[Any]) -> list[list[Any]]:
+    """A list that fills with [layer from 0, tokens of this rank to each expert] as routers are called."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    found: list[list[Any]] = []
+
+    def called(router: Any, _: Any, output: Any) -> None:
+        found.append([router.layer_number - 1, output[1].sum(dim=0).tolist()])
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(called)
+    return found
+
+
 def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
     """``steps`` steps; ``seconds`` of sleep after each, for those who want to meet the job while it runs."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks, optimizer, _config = build(s)
+    routed = count_routed(chunks) if s.num_moe_experts else []
     data = [Data(s) for _ in chunks]
     losses: list[str | None] = []
     norms: list[str] = []
@@ -295,7 +315,7 @@ def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        found = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(d) for d in data] if len(chunks) > 1 else iter(data[0]),
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -305,12 +325,13 @@ def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
-        losses.append((sum(float(x["loss"]) for x in found) / len(found)).hex() if found else None)
+        losses.append((sum(float(x["loss"]) for x in outputs) / len(outputs)).hex() if outputs else None)
         norms.append(float(norm).hex())
         times.append(time.perf_counter() - begin)
         if seconds:
             time.sleep(seconds)
-    return {"losses": losses, "grad_norms": norms, "parameters": digest(chunks), "step_seconds": times}
+    found = {"losses": losses, "grad_norms": norms, "parameters": digest(chunks), "step_seconds": times}
+    return found | {"routed": routed}
 
 
 def main() -> None:
