@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from traceanalyzer import axes, flops, schema, traffic
+from traceanalyzer import axes, flops, kernel_names, schema, traffic
 from traceanalyzer.attribute import across, attach, in_world_of, kernels, time
+from traceanalyzer.display import Shown, frame_of
 from traceanalyzer.errors import InputError, JobError
 from traceanalyzer.job import Job
-from traceanalyzer.queries import pipeline
+from traceanalyzer.links import Links
+from traceanalyzer.queries import experts, pipeline
 from traceanalyzer.run import Run
 
 if TYPE_CHECKING:
@@ -173,14 +175,18 @@ class Made:
 
 @dataclass
 class Library:
-    """The queries over one run: makes what they need once, and keeps it. ``job`` None: nothing is known of the job."""
+    """The queries over one run: makes what they need once, and keeps it. ``job`` None: nothing is known of the job.
+
+    ``links``: measured bandwidths, for the time of calls at them; None: none are given.
+    """
 
     run: Run
     job: Job | None = None
+    links: Links | None = None
     _ready: set[str] = field(default_factory=set, repr=False)
 
     @classmethod
-    def of(cls, run: Run, job: Job | None = None) -> Library:
+    def of(cls, run: Run, job: Job | None = None, links: Links | None = None) -> Library:
         """The library of a run, attributed with this job, else the job the run holds (intended, then captured).
 
         Raises JobError if the run's own job cannot be read.
@@ -194,7 +200,7 @@ class Library:
         chosen = None if chosen is None else in_world_of(run, chosen)
         if not attached or job is not None:
             attach(run, chosen)
-        return cls(run, chosen)
+        return cls(run, chosen, links)
 
     def prepare(self, query: Query) -> None:
         """Makes the tables a query needs."""
@@ -249,7 +255,7 @@ def _checked(query: Query, parameter: Parameter, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Shown):
     """What a query found; its columns are described in ``query``."""
 
     query: Query
@@ -261,8 +267,7 @@ class Result:
 
     def frame(self) -> pandas.DataFrame:
         """The rows as a pandas data frame."""
-        found: pandas.DataFrame = self.table.to_pandas()
-        return found
+        return frame_of(self.table)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows as dicts."""
@@ -291,13 +296,48 @@ def _bus_factors(library: Library) -> None:
     )
 
 
+_SIZED = """
+SELECT DISTINCT op, group_size, payload_bytes, CASE WHEN hosts = 1 THEN 'intra' WHEN hosts > 1 THEN 'inter' END AS span
+FROM matched_call WHERE group_size > 1 AND payload_bytes IS NOT NULL
+"""
+
+
+def _link_times(library: Library) -> None:
+    """Time at measured bandwidths of every operation, size and span that occurs and that the file of links knows."""
+    rows: list[tuple[Any, ...]] = []
+    for op, size, payload, span in [] if library.links is None else library.run.tuples(_SIZED):
+        found = library.links.time(op, span, size, payload) if library.links is not None else None
+        if found is not None:
+            rows.append((op, size, payload, span, found.time_ns, found.bus_gb_per_s, found.note))
+    names = ("op", "group_size", "payload_bytes", "span", "link_time_ns", "link_bus_gb_per_s", "link_note")
+    types = (pa.string(), pa.int32(), pa.int64(), pa.string(), pa.int64(), pa.float64(), pa.string())
+    library.run.table("link_time", pa.table({n: pa.array([r[i] for r in rows], types[i]) for i, n in enumerate(names)}))
+
+
+def _libraries(library: Library) -> None:
+    names = library.run.tuples("SELECT DISTINCT name FROM run WHERE kind = 'kernel' AND name IS NOT NULL ORDER BY name")
+    found = [(name, kernel_names.library_of(name)) for (name,) in names]
+    known = [f for f in found if f[1] is not None]
+    library.run.table(
+        "communication_library",
+        pa.table(
+            {
+                "name": pa.array([f[0] for f in known], pa.string()),
+                "library": pa.array([f[1] for f in known], pa.string()),
+            }
+        ),
+    )
+
+
 def _step_flops(library: Library) -> None:
     """One row: what a step of the job computes, or why it is not known."""
-    job, found, reason, dtype = library.job, None, None, None
+    job, found, reason, dtype, tokens = library.job, None, None, None, None
     if job is None:
         reason = "no job is known: give --job, or import with it"
     else:
         dtype = flops.product_dtype(job)
+        if job.global_batch_size is not None and job.seq_length is not None:
+            tokens = job.global_batch_size * job.seq_length  # known also where operations are not
         try:
             found = flops.of_step(job)
         except JobError as error:
@@ -307,7 +347,7 @@ def _step_flops(library: Library) -> None:
         "step_flops",
         pa.table(
             {
-                "tokens": pa.array([None if found is None else found.tokens], pa.int64()),
+                "tokens": pa.array([tokens], pa.int64()),
                 "model_flops": pa.array([None if found is None else float(found.model)], pa.float64()),
                 "hardware_flops": pa.array([hardware], pa.float64()),
                 "dtype": pa.array([dtype], pa.string()),
@@ -332,25 +372,46 @@ def _device_peak(library: Library) -> None:
     )
 
 
-def _stages(library: Library) -> None:
-    layout: axes.Layout | None = None
-    if library.job is not None:
-        try:
-            layout = library.job.layout
-        except JobError:
-            layout = None
-    library.run.table("rank_stage", pipeline.stages(library.run, layout))
+def _layout(library: Library) -> axes.Layout | None:
+    if library.job is None:
+        return None
+    try:
+        return library.job.layout
+    except JobError:
+        return None
+
+
+def _stage_roles(library: Library) -> None:
+    roles = [role for role in axes.ROLES if axes.within_stage(role)]
+    library.run.table("stage_role", pa.table({"role": pa.array(roles, pa.string())}))
+
+
+_LINKS = """
+WITH sets AS (SELECT DISTINCT member_ranks, sender_rank FROM matched_call),
+spread AS (SELECT *, unnest(member_ranks) AS rank FROM sets),
+hosted AS (
+  SELECT s.member_ranks, s.sender_rank, s.rank, h.host
+  FROM spread s JOIN (SELECT rank, any_value(host) AS host FROM rank GROUP BY rank) h ON h.rank = s.rank
+)
+SELECT member_ranks, sender_rank,
+       CASE WHEN sender_rank IS NULL OR count(DISTINCT host) = 1 THEN list_sort(list_distinct(list(host)))
+            ELSE list(host ORDER BY rank <> sender_rank) END AS hosts
+FROM hosted GROUP BY member_ranks, sender_rank HAVING count(host) = len(member_ranks)
+"""
 
 
 def _made_with_it(library: Library) -> None:
-    """attribute.across makes all its tables at once, with matched_call."""
+    """Tables that are made together with another one."""
 
 
 MADE: dict[str, Made] = {
     "kernel_place": Made(
         "rank",
-        "the view kernel with launch time, step, phase, role and axis of each activity",
-        lambda library: kernels.of_kernels(library.run),
+        "the view kernel with launch time, step, phase, micro-batch, layer, component, role and axis of each activity",
+        lambda library: kernels.of_kernels(library.run, library.job),
+    ),
+    "communication_library": Made(
+        "rank", "library of communication by the names of kernels and copies, where they tell", _libraries
     ),
     "device_step": Made(
         "rank",
@@ -366,18 +427,56 @@ MADE: dict[str, Made] = {
     "bus_factor": Made(
         "rank", "factor from bytes over time to bus bandwidth, by operation and group size", _bus_factors
     ),
+    "link_time": Made(
+        "run",
+        "time of calls at the bandwidths of --links; empty without",
+        _link_times,
+        ("matched_call",),
+    ),
     "step_flops": Made("rank", "what one step of the job computes, or why that is not known", _step_flops),
     "device_peak": Made(
         "rank", "peak rate of every device by its name, in the type in which the job multiplies", _device_peak
     ),
     "rank_stage": Made(
-        "rank", "pipeline and stage of every rank, by the layout or by the ranks of its pipeline group", _stages
+        "rank",
+        "pipeline and stage of every rank, by the layout or by the ranks of its pipeline group",
+        lambda library: library.run.table("rank_stage", pipeline.stages(library.run, _layout(library))),
+    ),
+    "rank_like": Made(
+        "rank",
+        "ranks that do the same work: of one stage and tensor-parallel place, or one stage",
+        lambda library: library.run.table("rank_like", pipeline.like(library.run, _layout(library))),
+        ("rank_stage",),
+    ),
+    "stage_role": Made("rank", "roles whose groups lie within one pipeline stage", _stage_roles),
+    "link": Made(
+        "run",
+        "the hosts between which the ranks of matched calls move data, of messages in their direction",
+        lambda library: library.run.table("link", library.run.arrow(_LINKS)),
+        ("matched_call",),
+    ),
+    "expert_pass": Made(
+        "run",
+        "one pass of rows through the experts as one rank saw it: by splits or by the experts' counts, and the work between",
+        lambda library: experts.make(library.run),
+        ("kernel_place",),
+    ),
+    "marked_pass": Made(
+        "rank",
+        "a forward or backward pass by a range that a hook or a mark put around it",
+        lambda library: pipeline.passes_without_kernels(library.run),
+    ),
+    "host_pass": Made(
+        "rank",
+        "of ranks without device work an operator that autograd ran backward, or one of autograd's functions",
+        _made_with_it,
+        ("marked_pass",),
     ),
     "pipeline_time": Made(
         "run",
         "time of every stage by class in the parts of its pipeline's window (a sweep)",
         lambda library: library.run.table("pipeline_time", pipeline.of_parts(library.run)),
-        ("kernel_place", "rank_stage", "pass_bounds"),
+        ("kernel_place", "rank_stage", "pass_bounds", "marked_pass", "clock"),
     ),
     "split_time": Made(
         "run",

@@ -35,6 +35,10 @@ class StageBubble:
     formula: Fraction | None
     reason: str | None
     lower_limit: bool
+    evidence: str
+    clocks: str
+    clocks_open_ns: int | None
+    claimed: bool | None
 
 
 def formula_share(job: Job | None) -> tuple[Fraction | None, str | None]:
@@ -61,13 +65,12 @@ def stage_bubbles(run: Run, job: Job | None) -> list[StageBubble]:
                 name: row[name]
                 for name in (
                     "pipeline", "step", "stage", "rank", "device", "window_ns", "bubble_ns", "warm_up_ns", "steady_ns",
-                    "cool_down_ns",
+                    "cool_down_ns", "lower_limit", "evidence", "clocks", "clocks_open_ns", "claimed",
                 )
             },
             of_total=Fraction(row["bubble_ns"], row["window_ns"]) if row["window_ns"] else None,
             formula=share,
             reason=reason,
-            lower_limit=row["stages_recorded"] < row["stages"],
         )
         for row in run.query("bubble").rows()
     ]  # fmt: skip

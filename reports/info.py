@@ -16,6 +16,7 @@ from traceanalyzer import axes, schema
 from traceanalyzer.attribute import Attribution
 from traceanalyzer.errors import JobError
 from traceanalyzer.job import Conflict, Job, conflicts
+from traceanalyzer.queries import Library, named
 from traceanalyzer.reports import issues, text
 from traceanalyzer.run import Run
 
@@ -145,6 +146,21 @@ class Communication:
 
 
 @dataclass(frozen=True)
+class KernelPlaces:
+    """Kernels of all ranks of which one fact is known by one evidence (query attribution_coverage).
+
+    ``evidence`` None: the fact is not known. ``share``: of the time of all of this work; None: no duration is recorded.
+    """
+
+    work: str
+    fact: str
+    evidence: str | None
+    kernels: int
+    dur_ns: int | None
+    share: float | None
+
+
+@dataclass(frozen=True)
 class Question:
     """Something to ask of a run: ``answer`` is yes, partly, no or unknown, ``reason`` says why."""
 
@@ -192,6 +208,7 @@ class Info:
     groups: list[GroupsOfRole]
     conflicts: list[str]
     communication: Communication
+    kernel_places: list[KernelPlaces]
     issues: list[issues.Issue]
     questions: list[Question]
     inferred_layout: str | None
@@ -211,6 +228,7 @@ def collect(run: Run, attribution: Attribution, job: Job | None, used: str | Non
     world_size, world_size_source, found_conflicts = _world(run, job, present)
     missing = None if world_size is None else sorted(set(range(world_size)) - set(present))
     communication = _communication(run)
+    library = Library(run, job)
     window = [(r.window_start_ns, r.window_end_ns) for r in ranks]
     starts = [low for low, _ in window if low is not None]
     ends = [high for _, high in window if high is not None]
@@ -241,14 +259,18 @@ def collect(run: Run, attribution: Attribution, job: Job | None, used: str | Non
         groups=_groups(run),
         conflicts=found_conflicts + [c.sentence for c in attribution.conflicts],
         communication=communication,
+        kernel_places=_kernel_places(library),
         issues=issues.fold(run.rows("SELECT * FROM issue")),
         questions=[
             _diff(communication, used),
             _exposed(run, present),
-            _bubble(run, layout, present),
+            _bubble(library, layout, present),
             _layers(run),
             _moe(run),
+            _moe_cost(run),
             _skew(run),
+            _slow_ranks(library),
+            _slow_links(run, communication),
         ],
         inferred_layout=attribution.inferred.words,
         inferred=[Inferred(*fact) for fact in attribution.inferred.facts],
@@ -467,6 +489,18 @@ def _communication(run: Run) -> Communication:
     )
 
 
+def _kernel_places(library: Library) -> list[KernelPlaces]:
+    library.result_table("attribution_coverage", {})
+    rows = library.run.rows(
+        """WITH summed AS (
+             SELECT work, fact, evidence, sum(kernels)::BIGINT AS kernels, sum(dur_ns)::BIGINT AS dur_ns
+             FROM attribution_coverage GROUP BY ALL)
+           SELECT *, dur_ns / nullif(sum(dur_ns) OVER (PARTITION BY work, fact), 0) AS share FROM summed
+           ORDER BY work, fact, kernels DESC, evidence"""
+    )
+    return [KernelPlaces(**row) for row in rows]
+
+
 # what can be asked ---------------------------------------------------------------------------------------------------------
 
 
@@ -492,13 +526,22 @@ def _exposed(run: Run, present: list[int]) -> Question:
     )
     total = max(len(present), 1)
     if row["ranks"] == 0:
-        return Question(question, "no", "no kernel is recorded, host ranges only")
+        (host,) = run.rows(
+            "SELECT count(DISTINCT coalesce(rank, -1)) AS ranks FROM comm WHERE time_source = 'backend_range'"
+        )
+        if host["ranks"] == 0:
+            return Question(question, "no", "neither a kernel nor a backend's range of a call is recorded")
+        reason = (
+            f"no kernel; by host operators and the backend's ranges on {host['ranks']} of {text.counted(total, 'rank')}"
+        )
+        return Question(question, "yes" if host["ranks"] >= total else "partly", reason)
     answer = "yes" if row["ranks"] >= total else "partly"
     return Question(question, answer, f"kernels recorded on {row['ranks']} of {text.counted(total, 'rank')}")
 
 
-def _bubble(run: Run, layout: axes.Layout | None, present: list[int]) -> Question:
+def _bubble(library: Library, layout: axes.Layout | None, present: list[int]) -> Question:
     question = "pipeline bubble"
+    run = library.run
     if layout is not None:
         stages, recorded = layout.pp, len({layout.stage(r) for r in present if r < layout.world_size})
     else:
@@ -512,10 +555,22 @@ def _bubble(run: Run, layout: axes.Layout | None, present: list[int]) -> Questio
         stages, recorded = max(r["stages"] for r in rows), len({r["stage"] for r in rows})
     if stages == 1:
         return Question(question, "no", "one pipeline stage")
-    (marks,) = run.rows("SELECT count(*) FILTER (microbatch_evidence IN ('recorded', 'mark')) AS n FROM comm")
-    said = "micro-batch marks present" if marks["n"] else "no micro-batch marks"
-    answer = "yes" if recorded == stages and marks["n"] else "partly"
-    return Question(question, answer, f"{recorded} of {stages} stages recorded, {said}")
+    library.prepare(named("bubble"))
+    rows = run.rows(
+        """SELECT list(DISTINCT b.evidence ORDER BY b.evidence) AS by, count(DISTINCT s.stage) AS stages
+           FROM pass_bounds b JOIN rank_stage s ON s.rank = b.rank
+           WHERE b.step IS NOT NULL AND b.first_forward_ns IS NOT NULL"""
+    )
+    known = rows[0]["stages"]
+    said = f"{recorded} of {stages} stages recorded"
+    if known == 0:
+        return Question(
+            question, "no", f"{said}, no pass is known: no kernel of one, no mark, no operator of autograd's"
+        )
+    if known < recorded:
+        said += f", passes of {known} known"
+    answer = "yes" if known == stages else "partly"
+    return Question(question, answer, f"{said}, passes by {' and '.join(rows[0]['by'])}")
 
 
 def _layers(run: Run) -> Question:
@@ -549,6 +604,51 @@ def _moe(run: Run) -> Question:
     answer = "yes" if row["known"] == row["calls"] else "partly"
     reason = f"split sizes known on {text.count(row['known'])} of {text.counted(row['calls'], 'all_to_all call')}"
     return Question(question, answer, reason)
+
+
+def _moe_cost(run: Run) -> Question:
+    question = "MoE cost"
+    (row,) = run.rows(
+        """SELECT count(*) AS calls, count(DISTINCT rank) FILTER (splits_known AND time_source = 'kernel') AS ranks
+           FROM comm WHERE op = 'all_to_all'"""
+    )
+    if row["calls"] == 0:
+        return Question(question, "no", "no all_to_all call is recorded")
+    if row["ranks"] == 0:
+        return Question(question, "no", "no all_to_all call has both split sizes and the time of a kernel")
+    if row["ranks"] == 1:
+        return Question(question, "no", "of one rank alone: whom it makes wait is not recorded")
+    return Question(question, "yes", f"split sizes and kernels of {text.counted(row['ranks'], 'rank')}")
+
+
+def _slow_ranks(library: Library) -> Question:
+    question = "slow ranks"
+    library.prepare(named("slow_ranks"))
+    rows = library.run.rows(
+        """SELECT count(*) AS ranks, count(*) FILTER (alike >= 3) AS compared FROM (
+             SELECT l.rank, count(*) OVER (PARTITION BY l.like_id) AS alike FROM rank_like l
+             SEMI JOIN (SELECT rank FROM kernel WHERE kernel_class NOT IN ('comm', 'copy', 'memset')) k ON k.rank = l.rank)"""
+    )
+    ranks, compared = rows[0]["ranks"], rows[0]["compared"]
+    if ranks == 0:
+        return Question(question, "no", "no kernel of a rank of known stage is recorded")
+    if compared == 0:
+        return Question(question, "no", "fewer than 3 recorded ranks do the same work")
+    answer = "yes" if compared == ranks else "partly"
+    return Question(
+        question, answer, f"{compared} of {text.counted(ranks, 'rank')} with 2 others or more of the same work"
+    )
+
+
+def _slow_links(run: Run, communication: Communication) -> Question:
+    question = "slow links"
+    if communication.calls == communication.calls_without_time:
+        return Question(question, "no", "no call has a time")
+    hosts = run.value("SELECT count(DISTINCT host) FROM rank")
+    if hosts < 3:
+        seen = f"{text.counted(hosts, 'host')} recorded" if hosts else "no host is recorded"
+        return Question(question, "no", f"{seen}, and links of 3 are compared")
+    return Question(question, "yes", f"{hosts} hosts recorded")
 
 
 def _skew(run: Run) -> Question:

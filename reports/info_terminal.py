@@ -28,6 +28,7 @@ def render(info: Info) -> RenderableType:
         ("steps", _steps(info)),
         ("groups", _groups(info)),
         ("communication", _communication(info)),
+        *([("places of kernels, by their time", _kernel_places(info))] if info.kernel_places else []),
         (f"issues: {issues.summary(info.issues)}", _issues(info)),
         ("what can be asked of this run", _questions(info)),
     ):
@@ -273,6 +274,27 @@ def _communication(info: Info) -> RenderableType:
         known = (("role", c.calls_with_role), ("step", c.calls_with_step), ("bytes", c.calls_with_bytes))
         rows.append(("known", ", ".join(f"{what} of {text.share(n, c.calls)}" for what, n in known)))
     return Padding(_grid(rows), (0, 0, 0, 1), expand=False)
+
+
+_FACTS = ("step", "role", "phase", "microbatch", "layer", "component", "served_axis")
+_WORKS = ("compute", "communication", "copy")
+
+
+def _kernel_places(info: Info) -> RenderableType:
+    """Share of the kernels' time of which a fact is known, and by which evidence, the strongest share first."""
+    rows = []
+    for fact in _FACTS:
+        shares, by = [], dict[str, int]()
+        for work in _WORKS:
+            of = [p for p in info.kernel_places if (p.work, p.fact) == (work, fact)]
+            known = sum(p.dur_ns or 0 for p in of if p.evidence is not None)
+            shares.append(text.share(known, sum(p.dur_ns or 0 for p in of)) if of else "-")
+            for p in of:
+                if p.evidence is not None:
+                    by[p.evidence] = by.get(p.evidence, 0) + (p.dur_ns or 0)
+        evidence = ", ".join(sorted(by, key=lambda e: (-by[e], e)))
+        rows.append((fact.replace("_", " "), *shares, evidence or "none"))
+    return _table((("fact", "l"), *((work, "r") for work in _WORKS), ("by", "l")), rows)
 
 
 def _alone(communication: Communication) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from traceanalyzer.errors import JobError
-from traceanalyzer.flops import of_step, peak_tflops, product_dtype
+from traceanalyzer.flops import PEAKS, of_step, peak_tflops, product_dtype
 from traceanalyzer.job import Job
 
 
@@ -123,11 +123,22 @@ def test_what_has_no_rule_is_not_counted() -> None:
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
         ("NVIDIA H100 80GB HBM3", "float8", 1978.9),
         ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA H200 NVL", "bfloat16", 835.0),
+        ("NVIDIA H800", "bfloat16", None),
+        ("NVIDIA H20", "float8", 296.0),
         ("NVIDIA A100-SXM4-80GB", "float16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "float8", None),
         ("NVIDIA B200", "bfloat16", 2250.0),
+        ("NVIDIA B300 SXM6 AC", "float8", 4500.0),
+        ("NVIDIA GB200", "bfloat16", 2500.0),
+        ("NVIDIA A10G", "bfloat16", None),
+        ("NVIDIA L40S", "float8", 733.0),
+        ("AMD Instinct MI300X", "float8", 2614.9),
         ("Tesla V100-SXM2-16GB", "float16", 125.0),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
+        ("Tesla V100-PCIE-32GB", "float16", 112.0),
+        ("Tesla V100S-PCIE-32GB", "float16", None),
         ("NVIDIA H100 80GB HBM3", "float32", None),
         ("NVIDIA H100 80GB HBM3", None, None),
         ("Test GPU", "bfloat16", None),
@@ -136,6 +147,37 @@ def test_what_has_no_rule_is_not_counted() -> None:
 )
 def test_peaks(device: str | None, dtype: str | None, peak: float | None) -> None:
     assert peak_tflops(device, dtype) == peak
+
+
+# Compute units, operations of one unit in one clock in 16 bits, clock in GHz: white papers of the architectures.
+UNITS = {
+    "A100-SXM4-80GB": (108, 2048, 1.41),
+    "A40": (84, 1024, 1.74),
+    "A10": (72, 1024, 1.695),
+    "H100 80GB HBM3": (132, 4096, 1.83),
+    "H100 PCIe": (114, 4096, 1.62),
+    "V100-SXM2-16GB": (80, 1024, 1.53),
+    "V100-PCIE-16GB": (80, 1024, 1.38),
+    "MI210": (104, 1024, 1.7),
+    "MI250X": (110, 1024, 1.7),
+    "MI300X": (304, 2048, 2.1),
+    "MI350X": (256, 4096, 2.2),
+    "MI355X": (256, 4096, 2.4),
+}
+
+
+@pytest.mark.parametrize("device", UNITS)
+def test_peaks_are_units_times_operations_times_clock(device: str) -> None:
+    """To 1 %, to which the makers round; fp8 doubles the rate where there is any."""
+    units, operations, clock = UNITS[device]
+    assert peak_tflops(device, "float16") == pytest.approx(units * operations * clock / 1000, rel=0.01)
+    eighth = peak_tflops(device, "float8")
+    assert eighth is None or eighth == pytest.approx(2 * units * operations * clock / 1000, rel=0.01)
+
+
+def test_every_peak_has_a_source() -> None:
+    assert all(peak.source for peak in PEAKS)
+    assert {peak.pattern for peak in PEAKS if peak.half is None} == {r"\bH800\b"}
 
 
 def test_type_of_the_products() -> None:

@@ -284,6 +284,14 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"add_bias_linear": True},
         "add_bias_linear=True with experts needs expert_tensor_parallel_size=1, but it is 2",
     ),
+    (
+        {**MOE, **V16, "moe_grouped_gemm": True, "transformer_impl": "local"},
+        {"add_bias_linear": True},
+        (
+            "moe_grouped_gemm=True with the grouped GEMM of Megatron itself (transformer_impl=local or "
+            "moe_use_legacy_grouped_gemm) excludes add_bias_linear=True"
+        ),
+    ),
     (SHARED, {"add_bias_linear": True}, "moe_shared_expert_intermediate_size=64 excludes add_bias_linear=True"),
     (
         {**MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceanalyzer.kernel_names import classify
+from traceanalyzer.kernel_names import classify, library_of
 
 # name: operation. What moves data between devices.
 COMMUNICATION: dict[str, str | None] = {
@@ -47,6 +47,12 @@ COMMUNICATION: dict[str, str | None] = {
     "kuserbuffers_pushsend(int*, int*, int4*)": "send_recv",
     "void kuserbuffers_pullrecv(int, int, int*)": None,
     "nvshmemi_proxy_kernel(int)": None,
+    "void multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(c10::BFloat16*, c10::BFloat16*)": "all_reduce",
+    "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)": "all_reduce",
+    "void quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot<__hip_bfloat16>>(int)": "all_reduce",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_twoshot_sync<4, 8>(Params)": "all_reduce",
+    "void moereduce_allreduce_fusion_kernel_oneshot_lamport<__nv_bfloat16, 8>(Params)": "all_reduce",
+    "void mscclpp::collective::allreducePacket<float>(float*, float*)": None,
 }  # fmt: skip
 
 # What only looks like it, and every other class.
@@ -102,3 +108,37 @@ def test_communication_and_its_operation(name: str) -> None:
 @pytest.mark.parametrize("name", COMPUTE)
 def test_everything_else_has_a_class_and_no_operation(name: str) -> None:
     assert classify(name) == (COMPUTE[name], None)
+
+
+LIBRARIES = {
+    "ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)": "NCCL",
+    "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)": "NCCL",
+    "ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)": "NCCL",
+    "void rcclGenericKernel<1, false>(ncclDevComm*, unsigned long, ncclWork*)": "RCCL",
+    "void mscclKernel_Sum_half_Simple(ncclDevComm*)": "MSCCL",
+    "void mscclpp::collective::allreducePacket<float>(float*, float*)": "MSCCL",
+    "void deep_ep::intranode::notify_dispatch<8>(int const*)": "DeepEP",
+    "void deep_ep::internode_ll::combine<true, 7168>(void*)": "DeepEP",
+    "void two_shot_all_reduce_kernel_inplace<float, 16, 8>(float**)": "symmetric memory",
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(RankData*)": "custom all-reduce",
+    "void tensorrt_llm::kernels::oneShotAllReduceKernel<__nv_bfloat16, 8>(AllReduceParams)": "TensorRT-LLM/FlashInfer",
+    "void userbuffers_fp16_sum_inplace_gpu_rr_ag<8>(int)": "userbuffers",
+    "nvshmemi_proxy_kernel(int)": "NVSHMEM",
+    "Memcpy PtoP (Device -> Device)": "copy engine",
+    # within one device, or to the host
+    "Memcpy DtoD (Device -> Device)": None,
+    "Memcpy HtoD (Pinned -> Device)": None,
+    "void deep_ep::layout::get_dispatch_layout<256>(long const*, int*)": None,
+    "nvjet_tst_192x8_64x8_4x1_v_bz_TNT": None,
+    "void horovod::common::batched_memcpy_k<1024>(BatchedD2DParams)": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_whose_communication_it_is(name: str) -> None:
+    assert library_of(name) == LIBRARIES[name]
+
+
+def test_every_communication_kernel_has_a_library() -> None:
+    assert [name for name in COMMUNICATION if library_of(name) is None] == []
+    assert [name for name in COMPUTE if library_of(name) is not None] == []

@@ -166,6 +166,10 @@ def test_no_elements_are_zero_bytes_and_unknown_elements_are_unknown() -> None:
 
 
 SPELLINGS: list[tuple[str, str]] = [
+    # NCCL's functions, as its plugins write them
+    ("AllReduce", "all_reduce"),
+    ("ReduceScatter", "reduce_scatter"),
+    ("AllGather", "all_gather"),
     # record_param_comms
     ("allreduce", "all_reduce"),
     ("allreduce_coalesced", "all_reduce"),

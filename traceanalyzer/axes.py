@@ -193,6 +193,13 @@ def rollup(role: str | None) -> str:
     return ROLES[role].axis if role in ROLES else OTHER
 
 
+def within_stage(role: str) -> bool:
+    """Whether the ranks of each group of this role are of one pipeline stage, and so do the same work."""
+    if role in _DENSE_TOKENS:
+        return "pp" not in _DENSE_TOKENS[role]
+    return rollup(role) in (Axis.TP, Axis.CP, Axis.EP, Axis.DP)
+
+
 class Coordinates(NamedTuple):
     """Where a rank sits, 0-based: tp, cp, dp on the dense grid, ep, etp, edp on the expert grid, pp on both."""
 

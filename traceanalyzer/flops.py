@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from traceanalyzer.errors import JobError
 from traceanalyzer.job import Job
@@ -113,28 +114,48 @@ def _repeated(job: Job, forward: list[Fraction], scores: Fraction, mlps: list[in
     return total
 
 
-# (name of the device, dense TFLOP/s in 16 bits with fp32 accumulation, dense TFLOP/s in fp8); makers' data sheets
-_PEAKS: tuple[tuple[re.Pattern[str], float, float | None], ...] = tuple(
-    (re.compile(pattern), half, eighth)
-    for pattern, half, eighth in (
-        (r"\bH100 PCIe\b", 756.0, 1513.0),
-        (r"\bH100 NVL\b", 835.0, 1671.0),
-        (r"\b(?:H100|H200|GH200)\b", 989.4, 1978.9),
-        (r"\bH800\b", 989.4, 1978.9),
-        (r"\bH20\b", 148.0, 296.0),
-        (r"\bGB200\b", 2500.0, 5000.0),
-        (r"\bB200\b", 2250.0, 4500.0),
-        (r"\bA(?:100|800)\b", 312.0, None),
-        (r"\bA40\b", 149.7, None),
-        (r"\bA10G?\b", 125.0, None),
-        (r"\bL40S\b", 362.0, 733.0),
-        (r"\bV100\b", 125.0, None),
-        (r"\bMI300X\b", 1307.4, 2614.9),
-        (r"\bMI325X\b", 1307.4, 2614.9),
-        (r"\bMI250X\b", 191.5, None),  # one of its two dies, which is what a process sees as a device
-        (r"\bMI210\b", 181.0, None),
-    )
+class Peak(NamedTuple):
+    """Dense rates of a device in TFLOP/s, with accumulation in fp32: in 16 bits, and in fp8 (None: has none)."""
+
+    pattern: str
+    """Of the device's name, hyphens and underscores read as spaces; the first that matches counts."""
+    half: float | None
+    eighth: float | None
+    source: str
+
+
+_HOPPER = (
+    "nvidia.com/data-center/h100 and h200; with sparsity, so half of what it says; SXM to a digit in the white paper"
 )
+_BLACKWELL = "NVIDIA Blackwell architecture technical brief, dense column"
+_INSTINCT = "amd.com/products/accelerators/instinct, peak matrix rate without sparsity"
+
+PEAKS: tuple[Peak, ...] = (
+    Peak(r"\bH100 PCIe\b", 756.0, 1513.0, _HOPPER),
+    Peak(r"\bH[12]00 NVL\b", 835.0, 1671.0, _HOPPER),
+    Peak(r"\b(?:H100|H200|GH200)\b", 989.4, 1978.9, _HOPPER),
+    Peak(r"\bH800\b", None, None, "no data sheet of its maker is public: sources differ, also between SXM and PCIe"),
+    Peak(
+        r"\bH20\b",
+        148.0,
+        296.0,
+        "no data sheet of its maker is public; as listed by its sellers (Tom's Hardware, 2024)",
+    ),
+    Peak(r"\bGB[23]00\b", 2500.0, 5000.0, _BLACKWELL),
+    Peak(r"\bB[23]00\b", 2250.0, 4500.0, _BLACKWELL),
+    Peak(r"\bA(?:100|800)\b", 312.0, None, "nvidia.com/data-center/a100, PCIe and SXM alike; A800: slower links only"),
+    Peak(r"\bA40\b", 149.7, None, "NVIDIA A40 data sheet"),
+    Peak(r"\bA10\b", 125.0, None, "NVIDIA A10 data sheet"),
+    Peak(r"\bL40S\b", 362.0, 733.0, "NVIDIA L40S data sheet"),
+    Peak(r"\bV100 SXM2\b", 125.0, None, "NVIDIA V100 data sheet"),
+    Peak(r"\bV100 PCIE\b", 112.0, None, "NVIDIA V100 data sheet"),
+    Peak(r"\bMI355X\b", 2516.6, 5033.2, _INSTINCT),
+    Peak(r"\bMI350X\b", 2306.9, 4613.7, _INSTINCT),
+    Peak(r"\bMI3(?:00|25)X\b", 1307.4, 2614.9, _INSTINCT),
+    Peak(r"\bMI250X\b", 191.5, None, f"{_INSTINCT}; one of its two dies, which is what a process sees as a device"),
+    Peak(r"\bMI210\b", 181.0, None, _INSTINCT),
+)
+"""Devices whose rates are known, and where from. A rate that no source confirms is None."""
 
 
 def peak_tflops(device_name: str | None, dtype: str | None) -> float | None:
@@ -145,12 +166,12 @@ def peak_tflops(device_name: str | None, dtype: str | None) -> float | None:
     if device_name is None:
         return None
     name = re.sub(r"[-_]", " ", device_name)
-    for pattern, half, eighth in _PEAKS:
-        if pattern.search(name):
+    for peak in PEAKS:
+        if re.search(peak.pattern, name):
             if dtype == "float8":
-                return eighth
+                return peak.eighth
             if dtype == "float16" or (dtype == "bfloat16" and "V100" not in name):
-                return half
+                return peak.half
             return None
     return None
 

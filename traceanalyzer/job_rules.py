@@ -333,6 +333,13 @@ def _experts(job: Job) -> Iterator[str]:
             f"add_bias_linear=True with experts needs expert_tensor_parallel_size=1, but it is {etp}: give "
             f"expert_tensor_parallel_size=1 or disable the bias"
         )
+    # experts.py: GroupedMLP.__init__, which is gone since 0.17.
+    single = job.moe_use_legacy_grouped_gemm or job.transformer_impl == "local"
+    if job.add_bias_linear and job.moe_grouped_gemm and single and _within(job, 0, 16):
+        yield (
+            "moe_grouped_gemm=True with the grouped GEMM of Megatron itself (transformer_impl=local or "
+            "moe_use_legacy_grouped_gemm) excludes add_bias_linear=True: disable the bias (--disable-bias-linear)"
+        )
     # shared_experts.py: SharedExpertMLP.__init__.
     if job.add_bias_linear and job.moe_shared_expert_intermediate_size is not None:
         yield (

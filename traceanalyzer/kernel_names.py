@@ -38,31 +38,109 @@ _NCCL = re.compile(
     r"(?:^|[\s:])(?:nccl(?:Dev|Sym|SymDev|Symk|SymkDev)?Kernel_?|nccl(?=(?:All|Reduce|Broadcast|SendRecv)\w*Kernel))"
     r"([A-Z][A-Za-z]*?)(?=_|\(|$|Ring|Tree|Coll)"
 )
-_GENERIC_COMM = re.compile(r"(?:^|[\s:])(?:nccl\w*Kernel_?Generic|(?:rccl|nccl|mscclpp?)\w*[gG]eneric\w*|mscclKernel)")
 
-# (pattern, class, operation). The first that matches wins, so the exceptions stand before the rules.
+
+class Library(NamedTuple):
+    """One pattern of communication: of which library, what it is, and where its name comes from."""
+
+    pattern: re.Pattern[str]
+    op: str | None
+    library: str
+    what: str
+    source: str
+
+
+COMMUNICATION: tuple[Library, ...] = tuple(
+    Library(re.compile(pattern), op, library, what, source)
+    for pattern, op, library, what, source in (
+        (
+            r"mscclpp|mscclKernel|msccl_?\w*[gG]eneric",
+            None, "MSCCL", "MSCCL and MSCCL++: programs of collectives", "names in microsoft/mscclpp and msccl-executor",
+        ),
+        (
+            r"(?:^|[\s:])(?:rccl\w*[gG]eneric\w*)",
+            None, "RCCL", "AMD's NCCL: one kernel for every collective", "recorded (MI210, MI300)",
+        ),
+        (
+            r"(?:^|[\s:])(?:nccl\w*Kernel_?Generic|nccl\w*[gG]eneric\w*)",
+            None, "NCCL", "one kernel for several collectives", "recorded (NCCL 2.19 and later)",
+        ),
+        # DeepEP and HybridEP: get_dispatch_layout counts tokens on one device and moves nothing (see _TABLE).
+        (
+            r"(?:deep_ep|hybrid_ep)::(?!layout::)\w*(?:::)?(?:dispatch|combine)",
+            "all_to_all", "DeepEP", "tokens to experts and back", "names in deepseek-ai/DeepEP",
+        ),
+        (
+            r"(?:deep_ep|hybrid_ep)::(?:intranode|internode|internode_ll)::",
+            None, "DeepEP", "notifications and barriers around it", "names in deepseek-ai/DeepEP",
+        ),
+        (
+            r"(?:^|[\s:])(?:multimem_)?(?:multimem|one_shot|two_shot)_all_reduce\w*kernel",
+            "all_reduce", "symmetric memory", "torch's own collectives on peers' memory",
+            "names in pytorch CUDASymmetricMemoryOps.cu",
+        ),
+        (
+            r"(?:^|[\s:])(?:multimem|one_shot|two_shot)_all_gather\w*kernel",
+            "all_gather", "symmetric memory", "torch's own collectives on peers' memory",
+            "names in pytorch CUDASymmetricMemoryOps.cu",
+        ),
+        (
+            r"(?:^|[\s:])(?:multimem|one_shot|two_shot)_reduce_scatter\w*kernel",
+            "reduce_scatter", "symmetric memory", "torch's own collectives on peers' memory",
+            "names in pytorch CUDASymmetricMemoryOps.cu",
+        ),
+        (
+            r"cross_device_reduce_[12]stage",
+            "all_reduce", "custom all-reduce", "vLLM's and SGLang's all-reduce on peers' memory",
+            "names in vllm custom_all_reduce.cuh",
+        ),
+        (
+            r"quickreduce::\w*all_?reduce",
+            "all_reduce", "custom all-reduce", "vLLM's quantised all-reduce on AMD", "names in vllm quickreduce",
+        ),
+        (
+            r"(?:(?:one|two)ShotAllReduce|allreduce_fusion_kernel|lamport_style_\w*allreduce)",
+            "all_reduce", "TensorRT-LLM/FlashInfer", "all-reduce fused with normalisation",
+            "names in TensorRT-LLM and flashinfer",
+        ),
+        (
+            r"userbuffers_\w*_(?:rs|reduce_?scatter)(?![a-z])",
+            "reduce_scatter", "userbuffers", "TransformerEngine's overlap with products",
+            "names in TransformerEngine userbuffers.cu",
+        ),
+        (
+            r"userbuffers_\w*_(?:ag|all_?gather)(?![a-z])",
+            "all_gather", "userbuffers", "TransformerEngine's overlap with products",
+            "names in TransformerEngine userbuffers.cu",
+        ),
+        (
+            r"kuserbuffers_push",
+            "send_recv", "userbuffers", "TransformerEngine's overlap with products",
+            "names in TransformerEngine userbuffers.cu",
+        ),
+        (
+            r"(?:^|\s|:)k?userbuffers_",
+            None, "userbuffers", "TransformerEngine's overlap with products",
+            "names in TransformerEngine userbuffers.cu",
+        ),
+        (
+            r"(?:^|[\s:])nvshmem\w*(?:kernel|_on_stream)",
+            None, "NVSHMEM", "one-sided messages", "names in NVSHMEM",
+        ),
+    )
+)  # fmt: skip
+"""Communication by the kernel's name beside NCCL's own names (_NCCL): the first that matches wins."""
+
+PEER_COPY = re.compile(r"^Memcpy (?:PtoP|P2P|Peer)", re.IGNORECASE)
+"""Copies between devices by the copy engines; in Kineto "Memcpy PtoP (Device -> Device)"."""
+
+COPY_ENGINE = "copy engine"
+
+# (pattern, class). The first that matches wins, so the exceptions stand before the rules.
 _TABLE: tuple[tuple[re.Pattern[str], str, str | None], ...] = tuple(
     (re.compile(pattern), kernel_class, op)
     for pattern, kernel_class, op in (
-        # DeepEP and HybridEP: get_dispatch_layout counts tokens on one device and moves nothing.
         (r"deep_ep::layout::", "moe", None),
-        (r"(?:deep_ep|hybrid_ep)::\w*(?:::)?(?:dispatch|combine)", "comm", "all_to_all"),
-        (r"(?:deep_ep|hybrid_ep)::(?:intranode|internode|internode_ll)::", "comm", None),
-        # symmetric memory, vLLM/SGLang/TensorRT-LLM custom all-reduce, TransformerEngine userbuffers, NVSHMEM
-        (r"(?:^|[\s:])(?:multimem|one_shot|two_shot)_all_reduce\w*kernel", "comm", "all_reduce"),
-        (r"(?:^|[\s:])(?:multimem|one_shot|two_shot)_all_gather\w*kernel", "comm", "all_gather"),
-        (r"(?:^|[\s:])(?:multimem|one_shot|two_shot)_reduce_scatter\w*kernel", "comm", "reduce_scatter"),
-        (r"cross_device_reduce_[12]stage", "comm", "all_reduce"),
-        (
-            r"(?:oneShotAllReduce|twoShotAllReduce|allreduce_fusion_kernel|lamport_style_\w*allreduce)",
-            "comm",
-            "all_reduce",
-        ),
-        (r"userbuffers_\w*_(?:rs|reduce_?scatter)(?![a-z])", "comm", "reduce_scatter"),
-        (r"userbuffers_\w*_(?:ag|all_?gather)(?![a-z])", "comm", "all_gather"),
-        (r"kuserbuffers_push", "comm", "send_recv"),
-        (r"(?:^|\s|:)k?userbuffers_", "comm", None),
-        (r"(?:^|[\s:])nvshmem\w*(?:kernel|_on_stream)", "comm", None),
         # copies that run as kernels stay what their category says; below: compute
         (
             r"(?i)(?:fmha|flash(?!infer::quant)|attention|softmax_lse|mha_fwd|mha_bwd|sdpa|paged_attn)",
@@ -102,12 +180,32 @@ def classify(name: str) -> KernelClass:
     Classes: comm, gemm, grouped_gemm, attention, norm, elementwise, optimizer, embedding, moe, reduction, other. The
     operation is None for everything but communication, and for communication whose name does not tell.
     """
-    if _GENERIC_COMM.search(name):
-        return KernelClass("comm", None)
-    match = _NCCL.search(name)
-    if match:
-        return KernelClass("comm", _NCCL_OPS.get(match.group(1).lower()))
+    found = _communication(name)
+    if found is not None:
+        return KernelClass("comm", found[0])
     for pattern, kernel_class, op in _TABLE:
         if pattern.search(name):
             return KernelClass(kernel_class, op)
     return KernelClass("other", None)
+
+
+def _communication(name: str) -> tuple[str | None, str] | None:
+    """Operation and library of a communication kernel; None for every other."""
+    first = next((entry for entry in COMMUNICATION if entry.pattern.search(name)), None)
+    match = None if first is not None and first.library in ("MSCCL", "RCCL", "NCCL") else _NCCL.search(name)
+    if match:
+        return _NCCL_OPS.get(match.group(1).lower()), "NCCL"
+    return None if first is None else (first.op, first.library)
+
+
+@lru_cache(maxsize=65536)
+def library_of(name: str) -> str | None:
+    """The library that a communication kernel, or a copy between devices, is of by its name; None if it does not tell.
+
+    NCCL: also what other programs (Horovod, the user's own code) launch through it; they have no kernels of their own that
+    communicate. On AMD, RCCL's kernels with NCCL's names count as NCCL.
+    """
+    if PEER_COPY.search(name):
+        return COPY_ENGINE
+    found = _communication(name)
+    return None if found is None else found[1]

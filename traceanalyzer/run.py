@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import duckdb
 
 from traceanalyzer import schema, traffic
+from traceanalyzer.display import Shown
 from traceanalyzer.errors import InputError, SchemaError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run_files(source: str | Path) -> list[str]:
 
 
 @dataclass
-class Run:
+class Run(Shown):
     """An opened run. Use ``Run.open``; close it, or use it as a context manager.
 
     ``metadata`` is the key-value metadata under ``traceanalyzer.``; ``files`` the Parquet files. The connection holds the
@@ -152,6 +153,19 @@ class Run:
             self.library = importlib.import_module("traceanalyzer.queries").Library.of(self)
         found: Result = self.library.ask(name, **parameters)
         return found
+
+    def to_hta(self, *, include_last_profiler_step: bool = False, whole_microseconds: bool = True) -> Any:
+        """HTA's ``TraceAnalysis`` over this run, made from its rows (those of profiler traces) without parsing JSON again.
+
+        HTA counts in microseconds and leaves the last of several profiler steps out; ``include_last_profiler_step`` is its
+        own switch. With ``whole_microseconds`` starts are rounded up and ends down, as HTA's parser does; without, they
+        keep their nanoseconds. A rank that is not known becomes 0. What HTA cannot do so: docs/interop.md. Raises
+        InputError without HTA (``pip install 'traceanalyzer[hta]'``), and for a run without rows of a trace.
+        """
+        of_run = importlib.import_module("traceanalyzer.hta").of_run
+        return of_run(
+            self, include_last_profiler_step=include_last_profiler_step, whole_microseconds=whole_microseconds
+        )
 
     def job_text(self, which: str) -> str | None:
         """JSON text of the captured or intended job in the metadata; None if the run has none.

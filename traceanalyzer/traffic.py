@@ -44,7 +44,7 @@ NOT_TRAFFIC: frozenset[str] = frozenset({"wait", "init"})
 """Names that ``record_param_comms`` also uses for things that move nothing (reference: Kineto, section 1.2)."""
 
 # Every spelling met so far: record_param_comms (ProcessGroupNCCL), nccl:/gloo: annotations, c10d dispatcher operators,
-# and torch.distributed function names. All are matched in lower case, with leading and trailing underscores removed.
+# torch.distributed function names, NCCL's own. All are matched in lower case, with leading and trailing underscores removed.
 _RAW_OPS: dict[str, str] = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -62,6 +62,7 @@ _RAW_OPS: dict[str, str] = {
     "all_gather_single": "all_gather",
     "all_gather_single_coalesced": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "reducescatter": "reduce_scatter",
     "reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",

@@ -4,8 +4,8 @@
 -- column: rank INTEGER | | Global rank. | the source does not say
 -- column: step BIGINT | | Number of the step; 0 where the recording does not number it. | never
 -- column: dur_ns BIGINT | ns | Duration of the step. | the end is not known
--- column: tokens BIGINT | tokens | Of the whole job in one step: global batch times sequence length. | not known, see reason
--- column: tokens_per_s_per_device DOUBLE | tokens/s | tokens / dur_ns / ranks of the job. | not known, see reason
+-- column: tokens BIGINT | tokens | Of the whole job in one step: global batch times sequence length. | the job does not say
+-- column: tokens_per_s_per_device DOUBLE | tokens/s | tokens / dur_ns / ranks of the job. | a part of it is not known
 -- column: model_flops DOUBLE | FLOP | Of the whole job in one step: tokens x 3 x (2 P + 2 L A S + output layer), with P the
 --   matrix weights a token meets, A heads times channels, and a causal mask halving the attention (flops.py). |
 --   not known, see reason

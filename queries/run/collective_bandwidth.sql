@@ -1,5 +1,5 @@
 -- gives: Transfer of the calls of one role, operation, type and size, waiting left out.
--- needs: arrival, matched_call, bus_factor
+-- needs: arrival, matched_call, bus_factor, link_time
 -- column: role VARCHAR | | Role of the groups. | not known
 -- column: op VARCHAR | | Operation; send for a send with its recv. | never
 -- column: dtype VARCHAR | | Element type. | not recorded
@@ -12,6 +12,11 @@
 -- column: max_transfer_ns BIGINT | ns | Longest. | never
 -- column: algorithm_gb_per_s DOUBLE | GB/s | Payload over the median transfer. | payload is not known
 -- column: bus_gb_per_s DOUBLE | GB/s | The same times nccl-tests' factor of the operation. | payload is not known
+-- column: link_time_ns BIGINT | ns | Time of one call at the bandwidth of --links, beside the transfer. | no --links, or it does
+--   not know the operation, size and span
+-- column: link_bus_gb_per_s DOUBLE | GB/s | That bandwidth. | likewise
+-- column: link_note VARCHAR | | How it was found: measured, interpolated (linearly in the logarithm of the size), below the table
+--   or above the table (the nearest end), any size. | likewise
 WITH transferred AS (
   SELECT m.role, m.op, m.dtype, m.group_size, m.payload_bytes,
          CASE WHEN m.hosts = 1 THEN 'intra' WHEN m.hosts > 1 THEN 'inter' END AS span, a.transfer_ns
@@ -25,7 +30,10 @@ summed AS (
   FROM transferred GROUP BY ALL
 )
 SELECT s.*, s.payload_bytes / nullif(s.median_transfer_ns, 0) AS algorithm_gb_per_s,
-       s.payload_bytes / nullif(s.median_transfer_ns, 0) * f.factor AS bus_gb_per_s
+       s.payload_bytes / nullif(s.median_transfer_ns, 0) * f.factor AS bus_gb_per_s, t.link_time_ns,
+       t.link_bus_gb_per_s, t.link_note
 FROM summed s
 LEFT JOIN bus_factor f ON f.op = s.op AND f.group_size = s.group_size
+LEFT JOIN link_time t ON t.op = s.op AND t.group_size = s.group_size AND t.payload_bytes = s.payload_bytes
+  AND t.span IS NOT DISTINCT FROM s.span
 ORDER BY s.role, s.op, s.dtype, s.group_size, s.payload_bytes, s.span

@@ -74,6 +74,31 @@ def test_a_window_that_misses_the_first_call(open_run: OpenRun) -> None:
     assert run.value("SELECT max(after_first_ns) FROM arrival") == 0
 
 
+@pytest.mark.parametrize("ahead", [7, 100], ids=["a number of another step", "no number of both"])
+def test_batches_of_messages_may_count_on_the_collectives_number(open_run: OpenRun, ahead: int) -> None:
+    """Between the two losses rank 0 issued 6 batches and rank 1 more: its first number is rank 0's second, or nobody's."""
+    first, second = {"recorded_step": 0}, {"recorded_step": 1}
+    calls = [call(0, 0, 10, 50, seq=1, **first), call(0, 2, 110, 150, seq=8, **second)]
+    calls += [call(1, 0, 20, 50, seq=1 + ahead, **first), call(1, 2, 120, 150, seq=8 + ahead, **second)]
+    calls += [call(0, 1, 60, 90, op="send", peer=1, seq=2), call(1, 1, 70, 90, op="recv", peer=0, seq=9)]
+    run = made(open_run, rows(2, calls))
+    assert matched(run) == [
+        ("order", "all_reduce", True, [(0, 0), (1, 0)]),
+        ("order", "send", True, [(0, 1), (1, 1)]),
+        ("order", "all_reduce", True, [(0, 2), (1, 2)]),
+    ]
+    assert unmatched(run) == []
+
+
+def test_a_lost_call_does_not_set_the_others_apart(open_run: OpenRun) -> None:
+    calls = [call(r, i, 100 * i + 10, 100 * i + 50, seq=i, recorded_step=i) for r in (0, 1) for i in range(3)]
+    calls += [call(r, 3, 400, 410, op=op, peer=1 - r, seq=9) for r, op in ((0, "send"), (1, "recv"))]
+    del calls[0]
+    run = made(open_run, rows(2, calls))
+    assert [m[0] for m in matched(run)] == ["seq", "seq", "order"]
+    assert unmatched(run) == [(1, 0, "no other rank recorded its number")]
+
+
 def test_comms_id_comes_first(open_run: OpenRun) -> None:
     """Unsigned 64 bit, and equal on all ranks even where the sequence numbers are not."""
     big = 2**64 - 5
@@ -128,6 +153,15 @@ def test_an_address_is_the_groups_ranks(open_run: OpenRun) -> None:
     groups = [{"rank": r, "group_id": f"ptr:{r}", "ranks": [0, 1], "group_size": 2} for r in (0, 1)]
     calls = [call(r, 0, 10, 50, group_id=f"ptr:{r}", seq=3) for r in (0, 1)]
     assert matched(made(open_run, rows(2, calls, groups))) == [("seq", "all_reduce", True, [(0, 0), (1, 0)])]
+
+
+def test_a_name_of_several_groups_is_told_apart_by_ranks(open_run: OpenRun) -> None:
+    """Ranks that count their groups by themselves name two pairs alike; of rank 4 the pair is not known."""
+    pairs = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3], 4: None}
+    groups = [{"rank": r, "group_id": "7", "ranks": ranks, "group_size": 2} for r, ranks in pairs.items()]
+    run = made(open_run, rows(5, [call(r, 0, 10, 50, group_id="7", seq=1) for r in pairs], groups))
+    assert [m[3] for m in matched(run)] == [[(0, 0), (1, 0)], [(2, 0), (3, 0)]]
+    assert unmatched(run) == [(4, 0, "the name of its group stands for several, and its ranks are not known")]
 
 
 def test_messages_match_in_order_of_each_pair(open_run: OpenRun) -> None:
@@ -185,7 +219,8 @@ def test_a_drift_is_recovered(open_run: OpenRun) -> None:
 
 
 def test_clocks_go_through_several_groups(open_run: OpenRun) -> None:
-    """Ranks 0-1 and 1-2 share groups: rank 2's offset to rank 0 is the sum, +300 and -100. Ranks 3-4 stand apart."""
+    """Ranks 0-1 and 1-2 share groups: rank 2's offset to rank 0 is the sum, +300 and -100. Calls connect ranks
+    3-4 with each other alone, but rank 3 shares a host with rank 2, and so its clock."""
     members = {"a": [0, 1], "b": [1, 2], "c": [3, 4]}
     offset = {0: 0, 1: 300, 2: 200, 3: 0, 4: 7}
     groups = [
@@ -198,16 +233,62 @@ def test_clocks_go_through_several_groups(open_run: OpenRun) -> None:
             calls.append(call(r, number[r], at + 10, at + 90, group_id=g, seq=turn))
             number[r] += 1
     run = made(open_run, rows(5, calls, groups))
-    assert {r: c[:2] for r, c in clocks(run).items()} == {0: (0, 0), 1: (0, 300), 2: (0, 200), 3: (3, 0), 4: (3, 7)}
+    assert {r: c[:2] for r, c in clocks(run).items()} == {0: (0, 0), 1: (0, 300), 2: (0, 200), 3: (0, 200), 4: (0, 207)}
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
 def test_what_does_not_complete_together_sets_no_clock(open_run: OpenRun, op: str) -> None:
     calls = [call(r, 0, 10, 100 + 400 * r, seq=1, op=op) for r in (0, 1)]
-    run = made(open_run, rows(2, calls))
+    content = rows(2, calls)
+    for row in content["rank"]:
+        row["host"] = f"node{row['rank']}"
+    run = made(open_run, content)
     assert clocks(run) == {0: (0, 0, None), 1: (1, 0, None)}
     assert run.tuples("FROM end_spread") == []
     assert run.tuples("FROM arrival") == [], "without a common clock nobody is late"
+
+
+def test_a_pipeline_of_one_host_needs_no_collective(open_run: OpenRun) -> None:
+    """Two stages on one node that send only: they are compared by its clock, and 50 us are left open."""
+    pair = [{"rank": r, "group_id": "p", "ranks": [0, 1], "group_size": 2} for r in (0, 1)]
+    messages = [
+        call(0, 0, 70_000, 90_000, op="send", group_id="p", peer=1),
+        call(1, 0, 10_000, 91_000, op="recv", group_id="p", peer=0),
+    ]
+    run = made(open_run, rows(2, messages, pair))
+    assert run.tuples("SELECT rank, reference_rank, offset_ns, calls, open_ns, evidence FROM clock") == [
+        (0, 0, 0, 0, 50_000, "host"),
+        (1, 0, 0, 0, 50_000, "host"),
+    ]
+    assert run.tuples(
+        "SELECT rank, after_first_ns, transfer_ns, waiting_ns, residual_ns FROM arrival ORDER BY rank"
+    ) == [
+        (0, 60_000, 20_000, 0, 50_000),
+        (1, 0, 20_000, 61_000, 50_000),
+    ]
+
+
+def test_calls_without_a_group_are_on_the_ranks_only_one_of_the_role(open_run: OpenRun) -> None:
+    """Exchanges of experts whose group is not named match in order, whatever rows each rank hands in."""
+    groups = [
+        {"rank": r, "group_id": role, "description": text, "ranks": ranks, "group_size": len(ranks)}
+        for r in (0, 1)
+        for role, text, ranks in (
+            ("e", "EXPERT_MODEL_PARALLEL_GROUP", [0, 1]),
+            ("t", TP, [r]),
+            ("c", "CONTEXT_PARALLEL_GROUP", [r]),
+        )
+    ]
+    calls = [
+        call(r, i, 100 * i + 10 * r, 100 * i + 50, op="all_to_all", group_id=None, in_elems=8 + 4 * r)
+        for r in (0, 1)
+        for i in (0, 1)
+    ]
+    run = made(open_run, rows(2, calls, groups))
+    assert run.tuples("SELECT match_id, evidence, role, group_size, members, complete FROM matched_call") == [
+        (0, "order", "ep", 2, 2, True),
+        (1, "order", "ep", 2, 2, True),
+    ]
 
 
 def test_one_call_that_ended_elsewhere_does_not_move_the_clock(open_run: OpenRun) -> None:

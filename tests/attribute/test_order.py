@@ -10,10 +10,21 @@ from typing import Any
 import pytest
 
 from traceanalyzer.attribute import attach
-from traceanalyzer.attribute.order import Call, Place, direction_of, layers, places
+from traceanalyzer.attribute.order import (
+    Call,
+    Pass,
+    Place,
+    ScheduleConflict,
+    direction_of,
+    layers,
+    of_schedule,
+    passes_of,
+    places,
+)
 from traceanalyzer.importers import import_traces
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
+from traceanalyzer.schedule_order import Exchange, Schedule, program
 
 
 @pytest.mark.parametrize(
@@ -122,6 +133,89 @@ def test_what_does_not_repeat_has_no_layers() -> None:
     assert layers([], (0, 1), first=True, last=True) == {}
 
 
+# -- the schedule's order, worked out by hand: two stages of two chunks, two micro-batches ----------------------------------
+
+FOUR = Schedule(kind="interleaved", stages=2, microbatches=2, chunks=2)
+FIRST_STAGE = "F s F s r F s r F s r B s r B s r B r B"
+SENT = [
+    ("forward", 0, 0),
+    ("forward", 1, 0),
+    ("forward", 0, 1),
+    ("forward", 1, 1),
+    ("backward", 0, 1),
+    ("backward", 1, 1),
+]
+RECEIVED = [
+    ("forward", 0, 1),
+    ("forward", 1, 1),
+    ("backward", 0, 1),
+    ("backward", 1, 1),
+    ("backward", 0, 0),
+    ("backward", 1, 0),
+]
+
+
+def messages(text: str, peer: int | None = 1) -> list[Call]:
+    """F, B: a tensor-parallel call; s, r: a message sent or received."""
+    made = {"F": ("all_reduce", "tp", "forward"), "B": ("all_reduce", "tp", "recompute"), "s": ("send", "pp", None)}
+    found = []
+    for i, word in enumerate(text.split()):
+        op, role, phase = made.get(word, ("recv", "pp", None))
+        found.append(Call(i, op, role, phase, None, 8, peer if role == "pp" else None, role == "pp"))
+    return found
+
+
+def test_messages_and_passes_of_an_interleaved_first_stage() -> None:
+    calls = messages(FIRST_STAGE)
+    found, conflicts = of_schedule(calls, 0, [FOUR])
+    assert conflicts == []
+    for op, expected in (("send", SENT), ("recv", RECEIVED)):
+        mine = [found[c.call_id] for c in calls if c.op == op]
+        assert [(p.phase, p.microbatch, p.chunk) for p in mine] == expected
+    inside = [found[c.call_id] for c in calls if c.op == "all_reduce"]
+    passes = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1), (0, 0), (1, 0)]
+    assert inside == [Place(None, microbatch, None, chunk) for microbatch, chunk in passes]
+
+
+def test_passes_that_are_not_the_schedules_keep_their_messages() -> None:
+    """A pass without its calls: messages are counted by themselves, the other passes cannot be told."""
+    calls = messages(FIRST_STAGE.replace("F s F", "s F", 1))
+    found, _ = of_schedule(calls, 0, [FOUR])
+    assert {c.op for c in calls if c.call_id in found} == {"send", "recv"}
+
+
+@pytest.mark.parametrize(
+    ("text", "peer", "conflicts"),
+    [
+        (FIRST_STAGE + " s", 1, [ScheduleConflict("send", 0, 6, 7)]),
+        (FIRST_STAGE.replace("r B", "B"), 1, [ScheduleConflict("recv", 0, 6, 2)]),
+        (FIRST_STAGE, 0, []),
+    ],
+    ids=["one too many", "too few", "to itself"],
+)
+def test_what_does_not_fit_says_nothing(text: str, peer: int, conflicts: list[ScheduleConflict]) -> None:
+    assert of_schedule(messages(text, peer), 0, [FOUR]) == ({}, conflicts)
+
+
+def test_schedules_that_differ_settle_nothing() -> None:
+    """Two or four micro-batches through one chunk before the next: as many messages, in another order."""
+    pairs, fours = (
+        Schedule(kind="interleaved", stages=2, microbatches=4, chunks=2, group=group, batched=True) for group in (2, 4)
+    )
+    made = [m for x in program(pairs, 0) if isinstance(x, Exchange) for m in x.messages]
+    calls = [Call(i, m.op, "pp", None, None, 8, None, True) for i, m in enumerate(made)]
+    assert len(of_schedule(calls, 0, [pairs])[0]) == len(of_schedule(calls, 0, [fours])[0]) == len(calls) == 24
+    assert of_schedule(calls, 0, [pairs, fours]) == ({}, [])
+
+
+def test_passes_without_a_pipeline() -> None:
+    job = Job(world_size=1, num_microbatches=2)
+    alternating = [Pass(way, 0, 0) for way in "FBFB"]
+    assert passes_of(job, 0, alternating) == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert passes_of(job, 0, alternating[:2]) is None
+    assert passes_of(job, 7, alternating) is None, "outside of the job's world"
+
+
 # -- real traces without marks, megatron-core 0.16.1, 4 layers, 4 micro-batches -------------------------------------------
 
 MODEL: dict[str, Any] = {"num_layers": 4, "num_microbatches": 4, "micro_batch_size": 2, "seq_length": 32}
@@ -174,6 +268,71 @@ def test_a_real_pipeline(shared: Callable[[str], Path], tmp_path: Path) -> None:
             )
         )
         assert outside == {(0, "reduce_scatter", 1): 1, (3, "all_gather", 1): 1, (3, "all_reduce", 3): 1}
+
+
+INTERLEAVED: dict[str, Any] = {
+    "world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **MODEL,
+}  # fmt: skip
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("folder", "flags"),
+    [("mcore_gloo_pp2_vpp2", {}), ("mcore_gloo_pp2_vpp2_overlap", {"overlap_p2p_comm": True, "batch_p2p_comm": False})],
+)
+def test_a_real_interleaved_pipeline(
+    shared: Callable[[str], Path], tmp_path: Path, folder: str, flags: dict[str, Any]
+) -> None:
+    """Two stages of two chunks: what one sends as its n-th message the other receives as its n-th, in the chunk behind it.
+
+    Each stage is decided by itself, so that both must agree: activations of chunk c go from stage 0 to chunk c of stage 1
+    and from there to chunk c + 1 of stage 0, gradients the other way; each of the 4 micro-batches once.
+    """
+    with imported(shared, tmp_path, folder) as run:
+        assert attach(run, Job(**INTERLEAVED, **flags)).conflicts == []
+        found = {
+            (rank, op): run.tuples(
+                """SELECT phase, microbatch, chunk, phase_evidence, microbatch_evidence, chunk_evidence FROM comm
+                   WHERE rank = ? AND op = ? ORDER BY t_issue_ns, call_id""",
+                [rank, op],
+            )
+            for rank in (0, 1)
+            for op in ("send", "recv")
+        }
+    assert {row[3:] for rows in found.values() for row in rows} == {("order", "order", "order")}
+    for sender in (0, 1):
+        sent, received = found[sender, "send"], found[1 - sender, "recv"]
+        forth, back = (0, -1) if sender == 0 else (1, 0)
+        assert [row[:3] for row in received] == [
+            (phase, microbatch, chunk + (forth if phase == "forward" else back))
+            for phase, microbatch, chunk, *_ in sent
+        ]
+        assert Counter(row[:3] for row in sent) == {
+            (phase, n, chunk): 1
+            for n in range(4)
+            for phase, chunks in (
+                ("forward", (0, 1) if sender == 0 else (0,)),
+                ("backward", (1,) if sender == 0 else (0, 1)),
+            )
+            for chunk in chunks
+        }
+
+
+@pytest.mark.shared
+def test_messages_that_do_not_fit_the_schedule_are_a_conflict(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    """Declared 6 micro-batches, recorded 4: a first stage sends v * M activations and (v - 1) * M gradients."""
+    with imported(shared, tmp_path, "mcore_gloo_pp2_vpp2") as run:
+        found = attach(run, Job(**{**INTERLEAVED, "num_microbatches": 6}))
+        said = run.value("SELECT count(microbatch) + count(chunk) FROM comm WHERE op IN ('send', 'recv')")
+        steps = {s.evidence for s in found.steps}
+    assert said == 0
+    sentences = [c.sentence for c in found.conflicts if isinstance(c, ScheduleConflict)]
+    told = [
+        f"declared a pipeline schedule in which stage {stage} {done} 18 messages a step, observed 12"
+        for stage in (0, 1)
+        for done in ("sends", "receives")
+    ]
+    assert sentences == (told if steps & {"profiler_step", "mark"} else [])
 
 
 @pytest.mark.shared

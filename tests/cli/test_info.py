@@ -64,6 +64,7 @@ def call(rank: int, call_id: int, op: str, name: str, **more: Any) -> dict[str, 
         **COMMON,
         "rank": rank,
         "call_id": call_id,
+        "coalesce_id": call_id,
         "op": op,
         "group_id": name,
         "group_size": 2,
@@ -152,7 +153,7 @@ def test_the_whole_screen(run_cli: Cli, run: Path) -> None:
     assert (
         done.stdout
         == """\
-run.parquet   import complete   schema 1.1
+run.parquet   import complete   schema 1.2
 job      intended, from the run: 4 = TP 2 x CP 1 x PP 2 x DP 1
 ranks    0-2   3 of 4 present   tp 0-1, pp 0-1
 missing  3   tp 1, pp 1
@@ -183,6 +184,16 @@ communication
  calls    5: 4 timed by kernels, 1 without time
  known    role of 100 %, step of 100 %, bytes of 80 %
 
+places of kernels, by their time
+ fact         compute  communication  copy  by
+ step           100 %         83.3 %     -  profiler_step
+ role               -         66.6 %     -  call
+ phase            0 %         66.6 %     -  call
+ microbatch       0 %            0 %     -  none
+ layer            0 %            0 %     -  none
+ component        0 %            0 %     -  none
+ served axis      0 %              -     -  none
+
 issues: 1 data_loss, 1 info
  data_loss  It is cut. (rank 2)
  info       Arrows are not stored. (ranks 0-1, 8 times)
@@ -190,10 +201,16 @@ issues: 1 data_loss, 1 info
 what can be asked of this run
  diff against the job   yes     job: the intended one, in the run
  exposed communication  partly  kernels recorded on 2 of 3 ranks
- pipeline bubble        partly  2 of 2 stages recorded, no micro-batch marks
+ pipeline bubble        no      2 of 2 stages recorded, no pass is known: no
+                                kernel of one, no mark, no operator of
+                                autograd's
  layer attribution      no      neither marks nor module ranges around the calls
  MoE balance            no      no split sizes recorded on 1 all_to_all call
+ MoE cost               no      no all_to_all call has both split sizes and the
+                                time of a kernel
  skew between ranks     partly  2 of 4 rank sets recorded whole
+ slow ranks             no      fewer than 3 recorded ranks do the same work
+ slow links             no      2 hosts recorded, and links of 3 are compared
 """
     )
 
@@ -231,10 +248,19 @@ def test_the_json_document(run_cli: Cli, run: Path) -> None:
         {"name": "pp", "value": 2, "sure": "proven", "reason": "group 3 is described as such and has 2 ranks"},
     ]
     assert document.pop("inferred_layout") == "TP2 x PP2"
+    # of 12 us of communication 2 lie outside of the step, and 4 belong to no call
+    places = {(p["work"], p["fact"], p["evidence"]): p for p in document.pop("kernel_places")}
+    one = {"kernels": 4, "dur_ns": 10_000, "share": 10 / 12}
+    assert places["communication", "step", "profiler_step"] == {
+        "work": "communication", "fact": "step", "evidence": "profiler_step", **one,
+    }  # fmt: skip
+    assert places["communication", "role", "call"]["dur_ns"] == 8_000
+    assert places["communication", "role", None]["kernels"] == 3
+    assert {p["kernels"] for (work, *_), p in places.items() if work == "compute"} == {1}
     assert document == {
         "schema": "traceanalyzer.info/1",
         "run": "run.parquet",
-        "schema_version": "1.1",
+        "schema_version": "1.2",
         "import_status": "complete",
         "job": {
             "used": "intended",
@@ -368,7 +394,7 @@ def test_a_run_of_almost_nothing(run_cli: Cli, write_run: WriteRun) -> None:
     assert (
         done.stdout
         == """\
-run.parquet   import complete   schema 1.1
+run.parquet   import complete   schema 1.2
 job    none: roles and coordinates are known only where the recording names them
 ranks  1 source without a rank
 host   not recorded; no device
@@ -392,12 +418,16 @@ issues: none
 
 what can be asked of this run
  diff against the job   no       no communication call is recorded
- exposed communication  no       no kernel is recorded, host ranges only
+ exposed communication  no       neither a kernel nor a backend's range of a
+                                 call is recorded
  pipeline bubble        unknown  neither a job nor a named group says how many
                                  stages there are
  layer attribution      no       no communication call is recorded
  MoE balance            no       no all_to_all call is recorded
+ MoE cost               no       no all_to_all call is recorded
  skew between ranks     unknown  no group's ranks are known
+ slow ranks             no       no kernel of a rank of known stage is recorded
+ slow links             no       no call has a time
 """
     )
 

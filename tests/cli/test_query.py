@@ -96,7 +96,7 @@ def test_the_job_of_a_file(run_cli: Cli, run: Path, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["run.parquet"], "which query? traceanalyzer query --list names them."),
-        (["run.parquet", "nonsense"], "no query 'nonsense'. There are: calls, "),
+        (["run.parquet", "nonsense"], "no query 'nonsense'. There are: attribution_coverage, calls, "),
         (["run.parquet", "top_kernels", "--param", "top"], "--param top: must be NAME=VALUE."),
         (["run.parquet", "top_kernels", "--param", "top=x"], "query top_kernels: top=x: must be a BIGINT, or NULL."),
         (["run.parquet", "step_time", "--param", "top=1"], "query step_time: no parameter top. It has none."),
@@ -109,3 +109,23 @@ def test_what_cannot_be_asked(run_cli: Cli, run: Path, arguments: list[str], sen
     done = run_cli("query", *arguments)
     assert done.exit_code == 2
     assert sentence in " ".join(done.stderr.split())
+
+
+def test_links_give_the_time_at_measured_bandwidths(run_cli: Cli, write_run: WriteRun, tmp_path: Path) -> None:
+    """4000 bytes on 2 ranks of one host, 40 ns measured: 25 at 160 GB/s. One line of the file cannot be read."""
+    size = {"dtype": "float32", "in_elems": 1000, "out_elems": 1000, "group_id": "1", "group_size": 2, "seq": 1}
+    call = {"source": "kineto", "op": "all_reduce", "call_id": 0, "coalesce_id": 0, "time_source": "kernel", **size}
+    time = {"start_ns": 100, "dur_ns": 40, "t_issue_ns": 90}
+    write_run(
+        "two.parquet",
+        {
+            "comm_record": [{"rank": r, **call, **time} for r in (0, 1)],
+            "process_group": [{"rank": r, "source": "kineto", "group_id": "1", "ranks": [0, 1]} for r in (0, 1)],
+            "rank": [{"rank": r, "source": "kineto", "host": "a"} for r in (0, 1)],
+        },
+    )
+    (tmp_path / "links.csv").write_text("span,op,payload_bytes,gb_per_s\nintra,,,160\nintra,,,much\n")
+    done = run_cli("query", "two.parquet", "collective_bandwidth", "--links", "links.csv", "--format", "json")
+    assert (done.exit_code, done.stderr) == (0, "note: links.csv: 1 line could not be read (3)\n")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["median_transfer_ns"], row["link_time_ns"], row["link_note"]) == (40, 25, "any size")

@@ -583,6 +583,20 @@ def test_overlap_in_a_pipeline_of_an_unknown_loop(tiny: Callable[..., Job], loop
     assert len(_rows(interleaved, 2)) == 6
 
 
+@pytest.mark.parametrize(("aligned", "phase"), [(True, "other"), (False, "backward")])
+def test_overlap_in_a_pipeline_of_a_loop_that_says_who_starts(
+    tiny: Callable[..., Job], aligned: bool, phase: str
+) -> None:
+    """schedules.py: behind the first stage grad_sync_func, if there is one, starts them after the last backward."""
+    told = {"framework": "megatron-core", "align_grad_reduce": aligned, "given": frozenset({"align_grad_reduce"})}
+    job = _job(tiny, **{**STAGES, **told}, **BOTH)
+    assert _counts(job, 2) == {**_gradients(phase, *LAST_STAGE), **_parameters("forward", *LAST_STAGE)}
+    assert _unknown(job, 2) == {}
+    # which chunks of an interleaved pipeline have buckets, that does not say
+    interleaved = _job(tiny, **{**CHUNKS, **told}, **BOTH)
+    assert _unknown(interleaved, 0) == {"overlap_grad_reduce: training loop unknown: buckets": ("dp_cp",)}
+
+
 def test_reach_of_what_has_no_rule(tiny: Callable[..., Job]) -> None:
     options = {**SHARDED, "extra": {"fp4_param_gather": True}, "world_size": 8}
     assert _unknown(_job(tiny, **options, **EXPERTS)) == {"fp4_param_gather": ("dp_cp", "edp")}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from traceanalyzer.importers import import_traces
 from traceanalyzer.job import Job
 from traceanalyzer.reports.bubble import stage_bubbles
 from traceanalyzer.run import Run
@@ -56,7 +57,8 @@ def two_stages(rows: Any) -> Any:
 
 def test_bubble(open_run: OpenRun, new_rows: NewRows) -> None:
     common = {"pipeline": 0, "step": 1, "device": 0, "window_ns": 90, "stages_recorded": 2, "stages": 2}
-    common |= {"clocks": "as recorded", "copy_ns": 0, "compute_ns": 60, "steady_ns": 0}
+    common |= {"copy_ns": 0, "compute_ns": 60, "steady_ns": 0, "evidence": "kernels", "lower_limit": False}
+    common |= {"clocks": "as recorded", "clocks_open_ns": None, "claimed": None}
     assert open_run(two_stages(new_rows())).query("bubble").rows() == [
         {
             "stage": 0,
@@ -93,6 +95,7 @@ def test_with_a_stage_unrecorded_the_window_is_a_lower_limit(open_run: OpenRun, 
     run = open_run(rows)
     (row,) = run.query("bubble")
     assert (row["window_ns"], row["bubble_ns"], row["stages_recorded"], row["stages"]) == (60, 0, 1, 2)
+    assert (row["lower_limit"], row["clocks"], row["clocks_open_ns"], row["claimed"]) == (True, "one", 0, False)
     (found,) = stage_bubbles(run, None)
     assert found.lower_limit
     assert (found.of_total, found.formula, found.reason) == (Fraction(0), None, "no job is known")
@@ -158,6 +161,76 @@ def test_four_stages_and_eight_micro_batches(open_run: OpenRun, new_rows: NewRow
     assert {f.window_ns for f in found} == {330}
     assert [f.bubble_ns for f in found] == [90, 90, 90, 90]
     assert {f.of_total for f in found} == {f.formula for f in found} == {Fraction(3, 11)}
+
+
+def shifted(rows: Any, rank: int, ahead: int) -> None:
+    """Sets a rank's clock ahead."""
+    for kind in ("kernel", "cpu_op", "comm_record", "span"):
+        for row in rows.get(kind, []):
+            if row["rank"] == rank:
+                row["start_ns"] += ahead
+                if row.get("t_issue_ns") is not None:
+                    row["t_issue_ns"] += ahead
+
+
+def together(rows: Any, ranks: int, scatter: int = 0) -> None:
+    """Seven all-reduces of all ranks after the passes, which end together, but for the fourth: that ``scatter`` apart."""
+    for rank in range(ranks):
+        for turn in range(7):
+            end = 620 + 20 * turn + (scatter if rank % 2 and turn == 3 else 0)
+            rows.call(
+                rank, "mp", "all_reduce", 610 + 20 * turn, end, 605 + 20 * turn, ranks=list(range(ranks)), seq=turn
+            )
+
+
+def test_clocks_that_are_apart_are_aligned_first(open_run: OpenRun, new_rows: NewRows) -> None:
+    """1F1B of four stages and eight micro-batches: every stage 3/11 although the clocks differ by more than the window."""
+    rows = new_rows()
+    for rank, passes in enumerate(one_f_one_b(4, 8, 10, 20)):
+        stage(rows, rank, 4, passes, 100)
+        for i, (_, start, _) in enumerate(passes):
+            if start > (since := passes[i - 1][2] if i else 0):
+                rows.call(rank, "pp", "recv", 100 + since, 100 + start, 100 + since - 1)
+    together(rows, 4)
+    for rank, ahead in enumerate((0, 7_000, -50, 1_234_567)):
+        shifted(rows, rank, ahead)
+    found = stage_bubbles(open_run(rows), None)
+    assert {f.of_total for f in found} == {Fraction(3, 11)}
+    assert {(f.window_ns, f.clocks, f.clocks_open_ns, f.claimed) for f in found} == {(330, "aligned", 0, True)}
+
+
+def test_a_bubble_below_what_the_clocks_leave_open_is_not_claimed(open_run: OpenRun, new_rows: NewRows) -> None:
+    """The ends of one call in seven lie 400 ns apart; stage 1 is idle for 30 of 90."""
+    rows = new_rows()
+    stage(rows, 0, 2, STAGE_0, 100)
+    stage(rows, 1, 2, STAGE_1, 100)
+    together(rows, 2, 400)
+    found = open_run(rows).query("bubble").rows()
+    assert [(r["bubble_ns"], r["clocks"], r["clocks_open_ns"], r["claimed"]) for r in found] == [
+        (2, "aligned", 400, False),
+        (30, "aligned", 400, False),
+    ]
+
+
+def test_without_kernels_the_marks_around_passes_count(open_run: OpenRun, new_rows: NewRows) -> None:
+    """The same two stages on CPUs: hooks of stage 0, and ranges in a trace of stage 1. What a pass did is not known."""
+    rows = new_rows()
+    for rank, passes in enumerate((STAGE_0, STAGE_1)):
+        rows.rank(rank, 0, 1000)
+        rows.step(rank, 1, 0, 1000)
+        ranks = {"ranks": [0, 1], "description": "PIPELINE_MODEL_PARALLEL_GROUP"}
+        rows.add("process_group", rank=rank, group_id="pp", **ranks)
+        for kind, start, end in passes:
+            word = "forward" if kind == "F" else "backward"
+            name = {"name": word, "category": word, "source": "hook", "recorded_step": 1} if rank == 0 else {}
+            mark = {"name": f"ta:{word}", "category": "user_annotation", **name}
+            rows.add("span", rank=rank, start_ns=100 + start, dur_ns=end - start, tid=1, **mark)
+    found = open_run(rows).query("bubble").rows()
+    assert [
+        (r["stage"], r["window_ns"], r["bubble_ns"], r["warm_up_ns"], r["steady_ns"], r["cool_down_ns"]) for r in found
+    ] == [(0, 90, 30, 20, 0, 10), (1, 90, 30, 10, 0, 20)]
+    unknown = ("compute_ns", "communication_ns", "pp_ns", "copy_ns", "launch_starved_ns", "idle_ns", "device")
+    assert {(r["evidence"], *(r[name] for name in unknown)) for r in found} == {("marks", *[None] * 7)}
 
 
 # a real recording ---------------------------------------------------------------------------------------------------------
@@ -234,3 +307,37 @@ def test_an_interleaved_pipeline_of_four_stages(
         statistics.median(f.window_ns - f.bubble_ns for f in found if f.stage == stage) / 716e6 for stage in range(4)
     ]
     assert [round(share, 2) for share in shares] == [0.47, 0.45, 0.46, 0.75]
+
+
+@pytest.mark.shared
+def test_a_real_pipeline_without_devices(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    """Four stages on CPUs, no mark: the first one's bubble is the time of gloo's messages, which its trace shows.
+
+    The second stage's first pass begins later and its last one ends earlier: the rest of the window is bubble too, but for
+    operators that run there (none of a pass).
+    """
+    import_traces(sorted(shared("traces/mcore_gloo_pp4").glob("rank*.json.gz")), tmp_path / "run.parquet")
+    with Run.open(tmp_path / "run.parquet") as run:
+        rows = run.query("bubble").rows()
+    with gzip.open(shared("traces/mcore_gloo_pp4/rank0.json.gz"), "rt", encoding="utf-8") as text:
+        events = json.load(text, parse_float=Fraction)["traceEvents"]
+    ranges = sorted(
+        (int(e["ts"] * 1000), int(e["ts"] * 1000) + int(e["dur"] * 1000))
+        for e in events
+        if e.get("ph") == "X" and e["name"] in ("gloo:send", "gloo:recv")
+    )
+    busy = until = 0
+    for start, end in ranges:
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    assert {(r["evidence"], r["clocks"], r["stages_recorded"]) for r in rows} == {("operators", "as recorded", 4)}
+    assert len({r["window_ns"] for r in rows}) == 1
+    assert (rows[0]["stage"], rows[0]["bubble_ns"], rows[0]["pp_ns"], rows[0]["idle_ns"]) == (0, busy, busy, 0)
+    for row in rows:
+        parts = ("bubble_ns", "compute_ns", "communication_ns", "copy_ns", "launch_starved_ns")
+        assert sum(row[p] for p in parts) == row["window_ns"]
+        assert (
+            row["bubble_ns"]
+            == row["warm_up_ns"] + row["steady_ns"] + row["cool_down_ns"]
+            == row["pp_ns"] + row["idle_ns"]
+        )

@@ -142,13 +142,41 @@ def test_calls(open_run: OpenRun, new_rows: NewRows) -> None:
 
 def test_unexplained_communication(open_run: OpenRun, new_rows: NewRows) -> None:
     rows = some_calls(new_rows())
-    rows.kernel(0, "comm", 10, 15, completeness="launched_before_window", name="ncclDevKernel_AllGather")
-    rows.kernel(0, "comm", 20, 27, completeness="launched_before_window", name="ncclDevKernel_AllGather")
+    gather = {"name": "ncclDevKernel_AllGather_RING_LL", "kernel_op": "all_gather"}
+    rows.kernel(0, "copy", 1, 10, name="Memcpy PtoP (Device -> Device)")
+    rows.kernel(0, "copy", 1, 10, name="Memcpy DtoD (Device -> Device)")
+    rows.kernel(0, "comm", 10, 15, completeness="launched_before_window", **gather)
+    rows.kernel(0, "comm", 20, 27, completeness="launched_before_window", **gather)
     rows.kernel(0, "comm", 30, 31, completeness="kernel_only", name="userbuffers_rs")
     rows.kernel(0, "comm", 40, 42, name="userbuffers_rs")
     assert open_run(rows).query("unexplained_communication").rows() == [
-        {"rank": 0, "name": "ncclDevKernel_AllGather", "why": "launched_before_window", "kernels": 2, "dur_ns": 12},
-        {"rank": 0, "name": "userbuffers_rs", "why": "no_call", "kernels": 2, "dur_ns": 3},
+        {
+            "rank": 0,
+            "name": "Memcpy PtoP (Device -> Device)",
+            "library": "copy engine",
+            "op": None,
+            "why": "no_call",
+            "kernels": 1,
+            "dur_ns": 9,
+        },
+        {
+            "rank": 0,
+            "name": "ncclDevKernel_AllGather_RING_LL",
+            "library": "NCCL",
+            "op": "all_gather",
+            "why": "launched_before_window",
+            "kernels": 2,
+            "dur_ns": 12,
+        },
+        {
+            "rank": 0,
+            "name": "userbuffers_rs",
+            "library": "userbuffers",
+            "op": None,
+            "why": "no_call",
+            "kernels": 2,
+            "dur_ns": 3,
+        },
     ]
 
 
@@ -188,3 +216,14 @@ def test_torchao(shared: Callable[[str], Path], tmp_path: Path) -> None:
         ("int64", 8, (4, 4), (4, 4), 64): 10,
     }
     assert (older["why"], older["kernels"]) == ("launched_before_window", 1)
+
+
+@pytest.mark.shared
+def test_communication_outside_of_torch_distributed(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    """vLLM on eight B200: 73 all-reduces on symmetric memory, counted and summed over the JSON; none of it is compute."""
+    import_traces([shared("traces/tracelens_vllm_b200_x8/eager_trace.json.gz")], tmp_path / "run.parquet")
+    with Run.open(tmp_path / "run.parquet") as run:
+        found = [r for r in run.query("unexplained_communication") if r["library"] == "symmetric memory"]
+        computed = run.value("SELECT count(*) FROM kernel WHERE name LIKE '%multimem%' AND kernel_class <> 'comm'")
+    assert [(r["op"], r["why"], r["kernels"], r["dur_ns"]) for r in found] == [("all_reduce", "no_call", 73, 2_119_548)]
+    assert computed == 0

@@ -246,7 +246,7 @@ def test_a_result_in_three_forms(open_run: OpenRun, new_rows: NewRows) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("nonsense", {}, r"no query 'nonsense'\. There are: calls, comm_summary, "),
+        ("nonsense", {}, r"no query 'nonsense'\. There are: attribution_coverage, calls, comm_summary, "),
         ("step_time", {"top": 1}, r"query step_time: no parameter top\. It has none\."),
         ("top_kernels", {"tops": 1}, r"query top_kernels: no parameter tops\. It has: top\."),
         ("top_kernels", {"top": "many"}, r"query top_kernels: top=many: must be a BIGINT, or NULL\."),

@@ -79,3 +79,4 @@ def test_a_job_with_a_part_of_no_rule(open_run: OpenRun, new_rows: NewRows) -> N
     (row,) = open_run(a_step(new_rows(), "NVIDIA B200"), small(moe_latent_size=4)).query("throughput")
     assert row["reason"] == "no rule counts the operations of a job with moe_latent_size"
     assert row["model_flops"] is None
+    assert (row["tokens"], row["tokens_per_s_per_device"]) == (12, pytest.approx(12e6))  # tokens need no rule

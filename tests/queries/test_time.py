@@ -14,6 +14,7 @@ from traceanalyzer.run import Run
 
 OpenRun = Callable[..., Run]
 NewRows = Callable[[], Any]
+DESCRIPTIONS = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "pp": "PIPELINE_MODEL_PARALLEL_GROUP"}
 CLASSES = ("compute_ns", "communication_ns", "pp_ns", "copy_ns", "launch_starved_ns", "idle_ns")
 
 
@@ -51,6 +52,7 @@ def test_time_classes(open_run: OpenRun, new_rows: NewRows) -> None:
             "idle_ns": 16,  # 105-110, 155-160, 171-172, 185-190
             "overlapped_ns": 10,  # 120-130
             "shared_ns": 5,  # 140-145
+            "basis": "device",
             "complete": True,
         }
     ]
@@ -181,6 +183,57 @@ def test_devices_of_one_process_and_two_ranks_stand_apart(open_run: OpenRun, new
     rows.kernel(1, "gemm", 10, 50, 1)
     found = open_run(rows).query("time_classes").rows()
     assert [(r["rank"], r["device"], r["compute_ns"]) for r in found] == [(0, 0, 10), (0, 1, 25), (1, 0, 40)]
+
+
+def test_a_rank_without_a_device_has_the_time_of_its_host(open_run: OpenRun, new_rows: NewRows) -> None:
+    """Operators on two threads: 10-30 and 25-40 compute; gloo's ranges 35-60 (tp) and 70-80 (pp).
+
+    Nested operators count once. What communicates, autograd's ranges and modules are no operators that compute.
+    """
+    rows = new_rows()
+    rows.rank(0)
+    rows.step(0, 1, 0, 100)
+    for name, start, end, tid in (
+        ("aten::mm", 10, 30, 1),
+        ("aten::view", 12, 14, 1),
+        ("aten::add", 25, 40, 2),
+        ("c10d::allreduce_", 41, 60, 1),
+        ("autograd::engine::evaluate_function: MulBackward0", 62, 90, 1),
+        ("nn.Module: MLP_0", 0, 99, 1),
+        ("_ReduceFromModelParallelRegion", 40, 65, 1),
+    ):
+        rows.range(0, name, start, end, tid)
+    call = {"rank": 0, "completeness": "full", "time_source": "backend_range"}
+    for number, (role, op, start, end) in enumerate((("tp", "all_reduce", 35, 60), ("pp", "send", 70, 80))):
+        rows.add("process_group", rank=0, group_id=role, description=DESCRIPTIONS[role])
+        rows.add("comm_record", call_id=number, op=op, group_id=role, start_ns=start, dur_ns=end - start, **call)
+    rows.rank(1)
+    rows.step(1, 1, 0, 100)
+    rows.kernel(1, "gemm", 10, 20, 5)
+    rows.range(1, "aten::mm", 5, 90, 1)
+    run = open_run(rows)
+    first, second = run.query("time_classes").rows()
+    assert first == {
+        "rank": 0,
+        "device": None,
+        "step": 1,
+        "dur_ns": 100,
+        "compute_ns": 30,
+        "communication_ns": 20,
+        "pp_ns": 10,
+        "copy_ns": 0,
+        "launch_starved_ns": None,
+        "idle_ns": 40,
+        "overlapped_ns": 5,
+        "shared_ns": 0,
+        "basis": "host",
+        "complete": True,
+    }
+    assert (second["rank"], second["device"], second["compute_ns"], second["basis"]) == (1, 0, 10, "device")
+    assert [(r["rank"], r["role"], r["busy_ns"], r["overlapped_ns"]) for r in run.query("exposed_by_role")] == [
+        (0, "pp", 10, 0),
+        (0, "tp", 25, 5),
+    ]
 
 
 def test_step_time(open_run: OpenRun, new_rows: NewRows) -> None:
@@ -335,6 +388,29 @@ def test_the_classes_sum_to_the_step_on_real_traces(shared: Callable[[str], Path
 
 
 @pytest.mark.shared
+def test_ranks_without_a_device(shared: Callable[[str], Path], tmp_path: Path) -> None:
+    """TP 2 with gloo: the classes sum to each step; gloo's ranges, united, are what communicates, hidden or not."""
+    import_traces(sorted(shared("traces/mcore_gloo_tp2").glob("rank*.json.gz")), tmp_path / "run.parquet")
+    with Run.open(tmp_path / "run.parquet") as run:
+        found = run.query("time_classes").rows()
+        steps = {(s["rank"], s["step"], s["dur_ns"]) for s in run.query("step_time")}
+        ranges = run.tuples(
+            """SELECT c.rank, greatest(c.start_ns, s.start_ns), least(c.end_ns, s.end_ns) FROM comm c
+               JOIN device_step s ON s.rank_key = c.rank WHERE c.start_ns IS NOT NULL ORDER BY ALL"""
+        )
+    assert {(r["rank"], r["step"], r["dur_ns"]) for r in found} == steps
+    for row in found:
+        assert (row["device"], row["basis"], row["launch_starved_ns"]) == (None, "host", None)
+        assert sum(row[c] or 0 for c in CLASSES) == row["dur_ns"] > row["compute_ns"] > 0
+        busy, reached = 0, 0
+        for rank, start, end in ranges:
+            if rank == row["rank"]:
+                busy += max(0, end - max(start, reached))
+                reached = max(reached, end)
+        assert row["communication_ns"] + row["overlapped_ns"] == busy > 0
+
+
+@pytest.mark.shared
 def test_the_two_late_ranks_of_eight_are_those_whose_host_is_late(
     shared: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -351,3 +427,40 @@ def test_the_two_late_ranks_of_eight_are_those_whose_host_is_late(
     # durations on the last rank to come, by clocks as recorded, sum to 50.210 ms over the 84 calls
     assert (split["exposed_ns"], split["unsplit_ns"]) == (241_191_000, 0)
     assert abs(split["transfer_ns"] - 50_210_000) < 100_000
+
+
+def hooked(rows: Any, steps: range, calls: dict[int, str]) -> Any:
+    """A rank whose hook recorded steps of 100 ns, and calls at these times, of which the profiler (350-455) saw some."""
+    rows.rank(0, 350, 455)
+    rows.rank(0, 0, 700, source="hook")
+    for n in steps:
+        row = {"start_ns": 100 * n, "dur_ns": 100, "category": "step", "name": f"step {n}", "completeness": "full"}
+        rows.add("span", rank=0, source="hook", recorded_step=n, **row)
+    rows.add("process_group", rank=0, group_id="tp", description=DESCRIPTIONS["tp"], ranks=[0, 1])
+    for number, (at, source) in enumerate(calls.items()):
+        row = {"call_id": number, "coalesce_id": number, "op": "all_reduce", "group_id": "tp", "t_issue_ns": at}
+        rows.add("comm_record", rank=0, source=source, recorded_step=at // 100, **row)
+    rows.kernel(0, "gemm", 360, 420, 351)
+    rows.kernel(0, "gemm", 430, 455, 425)
+    return rows
+
+
+def test_time_of_steps_that_only_hooks_saw_is_unknown(open_run: OpenRun, new_rows: NewRows) -> None:
+    """The profiler ran from 350 to 455: nothing is said of step 1, and steps 3 and 4 are not whole."""
+    run = open_run(
+        hooked(new_rows(), range(1, 5), {110: "hook", 310: "hook", 370: "kineto", 410: "kineto", 470: "hook"})
+    )
+    found = [(r["step"], r["compute_ns"], r["complete"]) for r in run.query("time_classes")]
+    assert found == [(3, 40, False), (4, 45, False)]
+    assert [(r["step"], r["complete"]) for r in run.query("step_time")] == [
+        (1, True),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+
+
+def test_a_step_whose_last_calls_alone_the_profiler_missed_is_whole(open_run: OpenRun, new_rows: NewRows) -> None:
+    """No call of a hook lies outside of what the profiler saw: the rest of the step is the host's."""
+    run = open_run(hooked(new_rows(), range(3, 5), {360: "kineto", 410: "kineto"}))
+    assert [(r["step"], r["complete"]) for r in run.query("time_classes")] == [(3, True), (4, True)]

@@ -13,31 +13,31 @@ lateness       how much later than the first it came, what of that is its own, a
 
 Calls are matched by Comms Id, else by the group's sequence number; where neither was recorded, by order, and only where
 all ranks of a group recorded the same calls in the same order (of the whole recording, else of the step). Clocks come from
-calls that complete together on all ranks; sends, broadcasts and reduces do not.
+calls that complete together on all ranks; sends, broadcasts and reduces do not (clocks.py). Lateness: lateness.py. All of it
+is sorts and array arithmetic, linear in the calls but for the sorts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute
 
+from traceanalyzer.attribute import clocks, lateness
+from traceanalyzer.attribute.clocks import Clocks, Ends, Ints
+from traceanalyzer.attribute.lateness import Arrivals
 from traceanalyzer.run import Run
+
+pc: Any = pyarrow.compute  # its functions are made when it is imported: no type checker sees them
 
 TOGETHER: frozenset[str] = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Operations that no rank can complete before the last one has come."""
 
 _TIMED = ("kernel", "backend_range")
-
-_ROUNDS = 12
-"""Rounds of weights, after which the fit no longer moves by what matters."""
-
-_LEAST_FOR_DRIFT = 8
-"""Calls of a rank from which a drift is fitted."""
 
 COLUMNS: dict[str, dict[str, tuple[pa.DataType, str]]] = {
     "matched_call": {
@@ -45,11 +45,12 @@ COLUMNS: dict[str, dict[str, tuple[pa.DataType, str]]] = {
         "evidence": (pa.string(), "comms_id, seq (group and sequence number), order (an inference)."),
         "op": (pa.string(), "Operation; send for a send and its recv."),
         "role": (pa.string(), "Role of the group; null where it is not known, or the ranks disagree."),
-        "step": (pa.int64(), "Step on the lowest rank; null: outside every step."),
+        "step": (pa.int64(), "Step on the lowest rank, of a message on the sender; null: outside every step."),
         "dtype": (pa.string(), "Element type."),
         "group_size": (pa.int32(), "Ranks that take part; null: not recorded."),
         "payload_bytes": (pa.int64(), "Payload, the largest of the ranks'; null: not known."),
         "first_rank": (pa.int32(), "Lowest rank that recorded it."),
+        "sender_rank": (pa.int32(), "Rank that sends a message; null: no message."),
         "members": (pa.int32(), "Ranks that recorded it."),
         "timed": (pa.int32(), "Ranks that recorded its time."),
         "complete": (pa.bool_(), "Whether all ranks of the group recorded it with its time."),
@@ -75,17 +76,33 @@ COLUMNS: dict[str, dict[str, tuple[pa.DataType, str]]] = {
         "reference_rank": (
             pa.int32(),
             (
-                "The rank whose clock is taken as right: the lowest that is connected by calls. Clocks of different "
-                "references cannot be compared."
+                "The rank whose clock is taken as right: the lowest that is connected by calls or a shared host. Clocks of "
+                "different references cannot be compared."
             ),
         ),
         "base_ns": (pa.int64(), "The time at which offset_ns holds, by the reference's clock."),
+        "since_ns": (
+            pa.int64(),
+            "From when on the figures hold, by this clock: it was set then. Null: from the beginning.",
+        ),
         "offset_ns": (pa.int64(), "How far this clock is ahead of the reference at base_ns."),
         "drift_ppb": (pa.float64(), "How much faster it runs, in 1e-9; null: too few calls, taken as 0."),
         "calls": (pa.int64(), "Calls the figures rest on."),
         "residual_median_ns": (pa.int64(), "Median of what is left at this rank's ends; null: nothing to take it of."),
-        "residual_p95_ns": (pa.int64(), "95th percentile of it: smaller differences are not claimed."),
+        "residual_p95_ns": (pa.int64(), "95th percentile of it."),
         "residual_max_ns": (pa.int64(), "The largest."),
+        "open_ns": (
+            pa.int64(),
+            (
+                "What the clocks leave open between this rank and others: the largest, over the sets of ranks it makes calls "
+                "with, of the 95th percentile of how far apart these end by aligned clocks; not less than 50 us where a "
+                "host's clock alone connects it to others. Null: neither."
+            ),
+        ),
+        "evidence": (
+            pa.string(),
+            "calls (that complete together), host (no call, but others of its host show the same clock), recorded (neither).",
+        ),
     },
     "end_spread": {
         "match_id": (pa.int64(), "A call that completes together."),
@@ -125,56 +142,55 @@ COLUMNS: dict[str, dict[str, tuple[pa.DataType, str]]] = {
 """Columns of every table: type and meaning. Times are ns."""
 
 
-class _Call(NamedTuple):
-    """One call of one rank; start, end: null without a time. group: what its group is called on every rank."""
-
-    rank: int
-    call_id: int
-    op: str
-    group: Hashable
-    seq: int | None
-    comms_id: int | None
-    size: int | None
-    peer: int | None
-    step: int | None
-    role: str | None
-    dtype: str | None
-    payload: int | None
-    start: int | None
-    end: int | None
-    at: int
-    shared: bool
-
-
-class _Match(NamedTuple):
-    evidence: str
-    calls: list[_Call]
-
-
 def make(run: Run) -> None:
     """Makes all tables. Needs an attached run."""
-    calls, unmatched, timed = _calls(run)
-    matches = _matches(calls, unmatched)
+    calls, unmatched = _calls(run)
+    match, reasons = _matched(calls)
     hosts = dict(run.tuples("SELECT rank, any_value(host) FROM rank WHERE rank IS NOT NULL GROUP BY rank"))
-    _write(run, "matched_call", [_row(i, m, hosts) for i, m in enumerate(matches)])
+    _write(run, "matched_call", _match_table(run, calls, match, hosts))
+    row = np.flatnonzero(match >= 0)
+    row = row[np.lexsort((calls.rank[row], calls.side[row], match[row]))]
+    times = {n: pa.array(t[row], mask=~calls.timed[row]) for n, t in (("start_ns", calls.start), ("end_ns", calls.end))}
     _write(
         run,
         "matched_member",
-        [(i, c.rank, c.call_id, c.start, c.end) for i, m in enumerate(matches) for c in m.calls],
+        pa.table({"match_id": match[row], "rank": calls.rank[row], "call_id": calls.call_id[row], **times}),
     )
-    _write(run, "unmatched_call", sorted(unmatched))
-    clocks = Clocks.of(matches)
-    _write(run, "clock", clocks.rows(hosts))
-    _write(run, "end_spread", clocks.spreads(matches))
-    arrivals = _arrivals(matches, clocks)
-    _write(run, "arrival", [row for found in arrivals for row in found.rows()])
-    seen = {(rank, call) for a in arrivals for rank, call in zip(a.ranks, a.calls, strict=True)}
+    left = pa.concat_tables([unmatched, _reason_table(calls, reasons).cast(unmatched.schema)])
+    _write(run, "unmatched_call", left.sort_by([("rank", "ascending"), ("call_id", "ascending")]))
+
+    row = row[calls.timed[row]]
+    together = row[np.isin(calls.op[row], [i for i, op in enumerate(calls.ops) if op in TOGETHER])]
+    several = together[np.bincount(match[together], minlength=1)[match[together]] > 1]
+    ends = Ends(match[several], calls.rank[several], calls.end[several])
+    found = Clocks(np.unique(calls.rank).tolist(), ends, hosts)
+    _write_rows(run, "clock", clocks.rows(found, hosts))
+    _write(run, "end_spread", clocks.spreads(found, ends))
+    arrivals = Arrivals.of(
+        match[row], calls.rank[row], calls.start[row], calls.end[row], _sizes(calls, match)[match[row]], found
+    )
+    _write(run, "arrival", arrivals.table())
+    seen = np.zeros(len(match), bool)
+    seen[row[np.isin(match[row], arrivals.match)]] = True
+    alone = np.flatnonzero(calls.timed & ~seen)
     _write(
-        run, "lateness", _lateness(arrivals, [_Alone.of(c, clocks) for c in timed if (c.rank, c.call_id) not in seen])
+        run,
+        "lateness",
+        lateness.of_arrivals(
+            arrivals,
+            calls.rank[alone],
+            found.aligned(calls.rank[alone], calls.start[alone]),
+            found.aligned(calls.rank[alone], calls.end[alone]),
+        ),
     )
+    run.connection.execute("DROP TABLE seen_call")
 
 
-def _write(run: Run, name: str, rows: Sequence[tuple[Any, ...]]) -> None:
+def _write(run: Run, name: str, found: pa.Table) -> None:
+    run.table(name, pa.table({c: found[c].cast(dtype) for c, (dtype, _) in COLUMNS[name].items()}))
+
+
+def _write_rows(run: Run, name: str, rows: Sequence[tuple[Any, ...]]) -> None:
     columns = COLUMNS[name]
     run.table(
         name,
@@ -182,508 +198,369 @@ def _write(run: Run, name: str, rows: Sequence[tuple[Any, ...]]) -> None:
     )
 
 
-# -- matching ------------------------------------------------------------------------------------------------------------
+# -- calls ---------------------------------------------------------------------------------------------------------------
 
-_CALLS = f"""
+
+class _Calls(NamedTuple):
+    """Calls as arrays, ordered by rank and number; what is null there is -1 here, and a time without ``timed`` is 0.
+
+    usable: whether the call can be matched at all. group: what its group is called on every rank. what: op, dtype and
+    payload together (of a message without the op). key: its number, by Comms Id or sequence, -1: none. side: 0 of a send or
+    a collective, 1 of a recv.
+    """
+
+    rank: Ints
+    call_id: Ints
+    usable: npt.NDArray[np.bool_]
+    op: Ints
+    ops: list[str]
+    group: Ints
+    by_comms_id: npt.NDArray[np.bool_]
+    key: Ints
+    size: Ints
+    peer: Ints
+    step: Ints
+    what: Ints
+    side: Ints
+    shared: npt.NDArray[np.bool_]
+    timed: npt.NDArray[np.bool_]
+    start: Ints
+    end: Ints
+    at: Ints
+
+
+_SEEN = f"""
+CREATE OR REPLACE TEMP TABLE seen_call AS
+WITH lone AS (  -- a call that names no group is on the rank's only one of its role
+  SELECT rank, role, min(group_id) AS own_group, min(len(ranks))::INTEGER AS own_size FROM process_group
+  WHERE rank IS NOT NULL AND role IS NOT NULL GROUP BY ALL HAVING count(DISTINCT group_id) = 1
+)
+SELECT c.rank, call_id, op, seq, comms_id, coalesce(group_id, own_group) AS group_id,
+       coalesce(group_size, CASE WHEN group_id IS NULL THEN own_size END) AS group_size, peer, step, c.role, dtype,
+       payload_bytes, coalesce_id,
+       CASE WHEN time_source IN {_TIMED} THEN start_ns END AS start_ns,
+       CASE WHEN time_source IN {_TIMED} THEN end_ns END AS end_ns, coalesce(t_issue_ns, start_ns) AS at_ns
+FROM comm c LEFT JOIN lone l ON c.group_id IS NULL AND l.rank = c.rank AND l.role = c.role
+WHERE c.rank IS NOT NULL AND coalesce(group_size, CASE WHEN group_id IS NULL THEN own_size END, 2) > 1
+"""
+_GROUPS = """
+CREATE OR REPLACE TEMP TABLE call_group AS
 WITH groups AS (
-  SELECT rank, group_id, any_value(ranks) AS ranks FROM process_group GROUP BY ALL
+  SELECT rank, group_id, any_value(ranks) AS ranks FROM process_group WHERE rank IS NOT NULL GROUP BY ALL
+),
+named AS (  -- a name that stands for several groups, as where ranks count their own: the ranks tell them apart
+  SELECT group_id, count(DISTINCT ranks) > 1 AS ambiguous FROM groups WHERE NOT starts_with(group_id, 'ptr:') GROUP BY ALL
 ),
 twins AS (  -- groups of one rank that have the same members: an address alone cannot tell them apart
   SELECT rank, ranks, count(*) AS alike FROM groups WHERE starts_with(group_id, 'ptr:') AND ranks IS NOT NULL GROUP BY ALL
+),
+called AS (
+  SELECT c.rank, c.group_id, g.ranks, coalesce(n.ambiguous, false) AS ambiguous, starts_with(c.group_id, 'ptr:') AS address,
+         coalesce(t.alike, 1) AS alike
+  FROM (SELECT DISTINCT rank, group_id FROM seen_call) c
+  LEFT JOIN groups g ON g.rank = c.rank AND g.group_id = c.group_id
+  LEFT JOIN named n ON n.group_id = c.group_id
+  LEFT JOIN twins t ON t.rank = c.rank AND t.ranks = g.ranks
 )
-SELECT c.rank, c.call_id, c.op, NULL AS grouped, c.seq, c.comms_id, coalesce(c.group_size, len(g.ranks)), c.peer, c.step,
-       c.role, c.dtype, c.payload_bytes,
-       CASE WHEN c.time_source IN {_TIMED} THEN c.start_ns END, CASE WHEN c.time_source IN {_TIMED} THEN c.end_ns END,
-       coalesce(c.t_issue_ns, c.start_ns), coalesce(s.members, 1) > 1, c.group_id, g.ranks, coalesce(t.alike, 1)
-FROM comm c
-LEFT JOIN (SELECT rank, coalesce_id, count(*) AS members FROM comm WHERE coalesce_id IS NOT NULL GROUP BY ALL) s
-  ON s.rank = c.rank AND s.coalesce_id = c.coalesce_id
-LEFT JOIN groups g ON g.rank IS NOT DISTINCT FROM c.rank AND g.group_id = c.group_id
-LEFT JOIN twins t ON t.rank IS NOT DISTINCT FROM c.rank AND t.ranks = g.ranks
-WHERE c.rank IS NOT NULL AND coalesce(c.group_size, 2) > 1
+SELECT rank, group_id, len(ranks) AS size,
+       dense_rank() OVER (ORDER BY CASE WHEN group_id IS NULL THEN 'no name'
+                                        WHEN address THEN 'ranks ' || coalesce(ranks, [])::VARCHAR
+                                        WHEN ambiguous THEN group_id || ' of ranks ' || coalesce(ranks, [])::VARCHAR
+                                        ELSE 'name ' || group_id END) AS code,
+       CASE WHEN address AND ranks IS NULL THEN 'the group is an address without ranks'
+            WHEN address AND alike > 1 THEN 'the group is an address beside others of the same ranks' END AS address_reason,
+       CASE WHEN group_id IS NULL THEN 'its group is not named'
+            WHEN ambiguous AND ranks IS NULL
+              THEN 'the name of its group stands for several, and its ranks are not known' END AS name_reason
+FROM called
+"""
+_ORDERED = """
+SELECT c.rank::BIGINT AS rank, c.call_id, g.code AS group_code, c.comms_id IS NOT NULL AS by_comms_id,
+       coalesce(c.comms_id, 0) AS comms_id, c.seq IS NOT NULL AS numbered, coalesce(c.seq, -1) AS seq,
+       coalesce(c.group_size, g.size, -1)::BIGINT AS size, coalesce(c.peer, -1)::BIGINT AS peer, coalesce(c.step, -1) AS step,
+       coalesce(o.code, -1) AS op, t.code AS type, coalesce(c.payload_bytes, -1) AS payload,
+       coalesce(c.coalesce_id, -1) AS coalesced, c.start_ns IS NOT NULL AND c.end_ns IS NOT NULL AS timed,
+       coalesce(c.start_ns, 0) AS start_ns, coalesce(c.end_ns, 0) AS end_ns, coalesce(c.at_ns, 0) AS at_ns,
+       CASE WHEN c.op IS NULL THEN 'its operation is not known'
+            WHEN c.at_ns IS NULL THEN 'it has no time'
+            ELSE coalesce(g.address_reason, CASE WHEN c.comms_id IS NULL THEN g.name_reason END) END AS reason
+FROM seen_call c
+JOIN call_group g ON g.rank = c.rank AND g.group_id IS NOT DISTINCT FROM c.group_id
+LEFT JOIN op_code o ON o.name = c.op
+JOIN type_code t ON t.name IS NOT DISTINCT FROM c.dtype
 ORDER BY c.rank, c.call_id
 """
 
 
-def _calls(run: Run) -> tuple[list[_Call], list[tuple[int, int, str]], list[_Call]]:
-    """Calls that can be matched, those that cannot, with the reason, and all that have a time."""
-    found: list[_Call] = []
-    unmatched: list[tuple[int, int, str]] = []
-    timed: list[_Call] = []
-    for *facts, name, ranks, alike in run.tuples(_CALLS):
-        call = _Call(*facts)
-        if call.start is not None and call.end is not None:
-            timed.append(call)
-        address = name is not None and name.startswith("ptr:")
-        why: str | None = None
-        if call.op is None or call.at is None:
-            why = "its operation is not known" if call.op is None else "it has no time"
-        elif name is None and call.comms_id is None:
-            why = "its group is not named"
-        elif address and (ranks is None or alike > 1):
-            why = "the group is an address" + (
-                " without ranks" if ranks is None else " beside others of the same ranks"
-            )
-        if why is not None:
-            unmatched.append((call.rank, call.call_id, why))
-        else:
-            found.append(call._replace(group=tuple(ranks or ()) if name is None or address else name))
-    return found, unmatched, timed
-
-
-def _matches(calls: Iterable[_Call], unmatched: list[tuple[int, int, str]]) -> list[_Match]:
-    """The calls put together, in order of their first rank's issue; adds to ``unmatched``."""
-    numbered: dict[tuple[Hashable, ...], dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
-    ordered: dict[Hashable, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
-    pairs: dict[tuple[Hashable, int, int], tuple[list[_Call], list[_Call]]] = defaultdict(lambda: ([], []))
-    for call in calls:
-        if call.op in ("send", "recv"):
-            if call.peer is None:
-                unmatched.append((call.rank, call.call_id, "its peer is not known"))
-            elif call.op == "send":
-                pairs[call.group, call.rank, call.peer][0].append(call)
-            else:
-                pairs[call.group, call.peer, call.rank][1].append(call)
-        elif call.comms_id is not None:
-            numbered["comms_id", call.comms_id][call.rank].append(call)
-        elif call.seq is not None:
-            numbered["seq", call.group, call.seq][call.rank].append(call)
-        else:
-            ordered[call.group][call.rank].append(call)
-    found: list[_Match] = []
-    for key, by_rank in numbered.items():
-        found += _of_one_number(str(key[0]), by_rank, unmatched)
-    for by_rank in ordered.values():
-        found += _by_order(by_rank, unmatched)
-    for (_, sender, receiver), (sends, receives) in pairs.items():
-        found += _pairs(sender, receiver, sends, receives, unmatched)
-    return sorted(found, key=lambda m: (min(c.at for c in m.calls), m.calls[0].rank, m.calls[0].call_id))
-
-
-def _of_one_number(
-    evidence: str, by_rank: Mapping[int, list[_Call]], unmatched: list[tuple[int, int, str]]
-) -> list[_Match]:
-    """Calls of one sequence number; several of one rank were launched as one and match in turn."""
-    found: list[_Match] = []
-    for turn in range(max(map(len, by_rank.values()))):
-        together = [calls[turn] for _, calls in sorted(by_rank.items()) if turn < len(calls)]
-        if len({c.op for c in together}) > 1:
-            unmatched += [(c.rank, c.call_id, "its number names another operation on another rank") for c in together]
-        elif len(together) == 1:
-            unmatched.append((together[0].rank, together[0].call_id, "no other rank recorded its number"))
-        else:
-            found.append(_Match(evidence, together))
-    return found
-
-
-def _by_order(by_rank: Mapping[int, list[_Call]], unmatched: list[tuple[int, int, str]]) -> list[_Match]:
-    """Calls of one group without numbers: where all its ranks made the same calls in the same order, else step by step."""
-
-    def alike(parts: Mapping[int, list[_Call]]) -> bool:
-        return len(parts) > 1 and len({tuple((c.op, c.dtype, c.payload) for c in p) for p in parts.values()}) == 1
-
-    def turns(parts: Mapping[int, list[_Call]]) -> list[_Match]:
-        return [_Match("order", list(group)) for group in zip(*(p for _, p in sorted(parts.items())), strict=True)]
-
-    if alike(by_rank):
-        return turns(by_rank)
-    steps: dict[int | None, dict[int, list[_Call]]] = defaultdict(lambda: defaultdict(list))
-    for rank, calls in by_rank.items():
-        for call in calls:
-            steps[call.step][rank].append(call)
-    found: list[_Match] = []
-    for step, parts in steps.items():
-        if step is not None and set(parts) == set(by_rank) and alike(parts):
-            found += turns(parts)
-            continue
-        why = (
-            "no other rank of its group was recorded"
-            if len(by_rank) == 1
-            else "it has no number, and the ranks of its group did not record the same calls"
+def _calls(run: Run) -> tuple[_Calls, pa.Table]:
+    """All calls of groups of several ranks, and those that cannot be matched, with the reason."""
+    run.connection.execute(_SEEN)
+    run.connection.execute(_GROUPS)
+    for name in ("op", "dtype"):
+        run.connection.execute(
+            f"""CREATE OR REPLACE TEMP TABLE {"op" if name == "op" else "type"}_code AS
+                SELECT name, row_number() OVER (ORDER BY name) - 1 AS code
+                FROM (SELECT DISTINCT {name} AS name FROM seen_call {"WHERE op IS NOT NULL" if name == "op" else ""})"""
         )
-        unmatched += [(c.rank, c.call_id, why) for part in parts.values() for c in part]
-    return found
-
-
-def _pairs(
-    sender: int,
-    receiver: int,
-    sends: list[_Call],
-    receives: list[_Call],
-    unmatched: list[tuple[int, int, str]],
-) -> list[_Match]:
-    """Messages from one rank to another, in order: a message's number is counted by each rank for itself."""
-
-    def sizes(calls: Iterable[_Call]) -> list[tuple[str | None, int | None]]:
-        return [(c.dtype, c.payload) for c in calls]
-
-    if sizes(sends) == sizes(receives):
-        return [_Match("order", [s, r]) for s, r in zip(sends, receives, strict=True)]
-    found: list[_Match] = []
-    for step in sorted({c.step for c in (*sends, *receives) if c.step is not None}):
-        ours, theirs = [c for c in sends if c.step == step], [c for c in receives if c.step == step]
-        if sizes(ours) == sizes(theirs):
-            found += [_Match("order", [s, r]) for s, r in zip(ours, theirs, strict=True)]
-    matched = {(c.rank, c.call_id) for m in found for c in m.calls}
-    for call in (*sends, *receives):
-        if (call.rank, call.call_id) not in matched:
-            other = receiver if call.rank == sender else sender
-            there = receives if call.rank == sender else sends
-            why = f"rank {other} recorded no such messages" if not there else f"rank {other} recorded other messages"
-            unmatched.append((call.rank, call.call_id, why))
-    return found
-
-
-def _row(number: int, match: _Match, hosts: Mapping[int, str | None]) -> tuple[Any, ...]:
-    first = match.calls[0]
-    roles = {c.role for c in match.calls}
-    sizes = [c.payload for c in match.calls if c.payload is not None]
-    timed = sum(c.end is not None for c in match.calls)
-    size = _size(match)
-    names = {hosts.get(c.rank) for c in match.calls}
+    ops = [op for (op,) in run.tuples("SELECT name FROM op_code ORDER BY code")]
+    found = run.arrow(_ORDERED)
+    for name in ("call_group", "op_code", "type_code"):
+        run.connection.execute(f"DROP TABLE {name}")
+    unmatched = found.select(["rank", "call_id", "reason"]).filter(pc.is_valid(found["reason"]))
+    usable = pc.is_null(found["reason"]).to_numpy()
+    column = {name: found[name].to_numpy() for name in found.column_names if name != "reason"}
+    del found
+    by_comms_id, op = column["by_comms_id"], column["op"]
+    side = (op == ops.index("recv")).astype(np.int64) if "recv" in ops else np.zeros(len(op), np.int64)
+    group = np.where(by_comms_id, 0, column["group_code"])
+    key = _dense(column["comms_id"], group, np.where(by_comms_id, 0, column["seq"]))
+    message = np.isin(op, [i for i, name in enumerate(ops) if name in ("send", "recv")])
+    numbered = column["numbered"] & ~_apart(column, message)
+    what = np.full(len(op), -1, np.int64)
+    by_order = np.flatnonzero(message | ~(by_comms_id | numbered))
+    # ranks hand different numbers of rows to one all-to-all
+    alike = np.where(np.isin(op, [i for i, name in enumerate(ops) if name == "all_to_all"]), -1, column["payload"])
+    what[by_order] = _dense(np.where(message, -1, op)[by_order], column["type"][by_order], alike[by_order])
+    coalesced = _dense(column["rank"], column["coalesced"])
     return (
-        number,
-        match.evidence,
-        first.op,
-        roles.pop() if len(roles) == 1 else None,
-        first.step,
-        first.dtype,
-        size,
-        max(sizes, default=None),
-        min(c.rank for c in match.calls),
-        len(match.calls),
-        timed,
-        size is not None and timed == size,
-        sorted(c.rank for c in match.calls),
-        any(c.shared for c in match.calls),
-        None if None in names or len(match.calls) != size else len(names),
-    )
+        _Calls(
+            column["rank"], column["call_id"], usable, op, ops, column["group_code"], by_comms_id,
+            np.where(by_comms_id | numbered, key, -1), column["size"], column["peer"], column["step"], what, side,
+            (column["coalesced"] >= 0) & (np.bincount(coalesced)[coalesced] > 1 if len(coalesced) else False),
+            column["timed"], column["start_ns"], column["end_ns"], column["at_ns"],
+        ),
+        unmatched,
+    )  # fmt: skip
 
 
-def _size(match: _Match) -> int | None:
-    """Ranks that take part: both of a message, else the group's."""
-    if match.calls[0].op in ("send", "recv"):
-        return 2
-    return next((c.size for c in match.calls if c.size is not None), None)
-
-
-# -- clocks --------------------------------------------------------------------------------------------------------------
-
-_Floats = npt.NDArray[np.float64]
-
-
-class Clocks:
-    """Offset and drift of every rank's clock, by least squares over all calls that complete together.
-
-    A call's end is one instant; rank r shows it at instant + offset_r + drift_r * (instant - base). The unknown instants
-    drop out when each call's mean is subtracted, so the system has two unknowns a rank however many calls there are. Ranks
-    that no call connects have no common clock. A few calls that end far apart (on one rank other work was counted in) must
-    not move a clock: rounds of weights, the less the farther apart a call ends, find a fit that most calls agree on, and
-    those beyond 5 times its median spread are left out of the last one.
+def _apart(column: Mapping[str, Any], message: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Collectives whose group's ranks count apart: batches of messages are counted among them by some releases of torch
+    (ProcessGroupNCCL::startCoalescing), and the stages of a pipeline issue different numbers of batches. In a group with
+    messages it shows: no number is one of two ranks, or most of those that are belong to different steps.
     """
-
-    def __init__(self, base: int) -> None:
-        self.base = base
-        self.reference: dict[int, int] = {}
-        self.offset: dict[int, float] = {}
-        self.drift: dict[int, float | None] = {}
-        self.calls: dict[int, int] = {}
-        self.residuals: dict[int, _Floats] = {}
-        self.open_ns: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, matches: Sequence[_Match]) -> Clocks:
-        """The clocks that these calls give."""
-        used = [(i, m) for i, m in enumerate(matches) if _usable(m)]
-        ends = [min(c.end for c in m.calls if c.end is not None) for _, m in used]
-        clocks = cls(min(ends, default=0))
-        parts = _connected([[c.rank for c in m.calls if c.end is not None] for _, m in used])
-        for ranks in parts:
-            inside = [m for _, m in used if m.calls[0].rank in ranks]
-            clocks._fit(sorted(ranks), inside)
-        for match in matches:
-            for call in match.calls:
-                clocks.reference.setdefault(call.rank, call.rank)
-                clocks.offset.setdefault(call.rank, 0.0)
-                clocks.drift.setdefault(call.rank, None)
-                clocks.calls.setdefault(call.rank, 0)
-        return clocks
-
-    def aligned(self, rank: int, time: int) -> int:
-        """A time of this rank's clock by its reference's, to the nearest ns."""
-        ahead = self.offset[rank] + (self.drift[rank] or 0.0) * (time - self.base - self.offset[rank])
-        return time - round(ahead)
-
-    def comparable(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks have a common clock."""
-        return len({self.reference[r] for r in ranks}) == 1
-
-    def rows(self, hosts: Mapping[int, str | None]) -> list[tuple[Any, ...]]:
-        """Rows of the table clock."""
-        found: list[tuple[Any, ...]] = []
-        for rank in sorted(self.reference):
-            left = self.residuals.get(rank)
-            quantiles: list[int | None] = [None, None, None]
-            if left is not None and len(left):
-                quantiles = [int(q) for q in np.quantile(left, [0.5, 0.95, 1.0], method="higher")]
-            drift = self.drift[rank]
-            found.append(
-                (
-                    rank,
-                    hosts.get(rank),
-                    self.reference[rank],
-                    self.base,
-                    round(self.offset[rank]),
-                    None if drift is None else drift * 1e9,
-                    self.calls[rank],
-                    *quantiles,
-                )
-            )
-        return found
-
-    def spreads(self, matches: Sequence[_Match]) -> list[tuple[Any, ...]]:
-        """Rows of the table end_spread."""
-        found: list[tuple[Any, ...]] = []
-        for number, match in enumerate(matches):
-            if _usable(match):
-                raw = [(c.rank, c.end) for c in match.calls if c.end is not None]
-                aligned = [self.aligned(rank, end) for rank, end in raw]
-                found.append((number, max(e for _, e in raw) - min(e for _, e in raw), max(aligned) - min(aligned)))
-        return found
-
-    def _fit(self, ranks: list[int], matches: Sequence[_Match]) -> None:
-        index = {rank: i for i, rank in enumerate(ranks)}
-        by_members: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
-        for match in matches:
-            timed = [(index[c.rank], c.end) for c in match.calls if c.end is not None]
-            by_members[tuple(i for i, _ in timed)].append([e - self.base for _, e in timed])
-        blocks = {members: np.array(rows, dtype=np.float64) for members, rows in by_members.items()}
-        counts = np.zeros(len(ranks), dtype=np.int64)
-        for members, rows in blocks.items():
-            counts[list(members)] += len(rows)
-        with_drift = bool((counts >= _LEAST_FOR_DRIFT).all()) and len(ranks) > 1
-        weights = {members: np.ones(len(rows)) for members, rows in blocks.items()}
-        offsets, drifts = _solve(blocks, weights, len(ranks), with_drift)
-        spreads = _spreads(blocks, offsets, drifts)
-        for _ in range(_ROUNDS):
-            weights = {members: 1.0 / np.maximum(spread, 1.0) for members, spread in spreads.items()}
-            offsets, drifts = _solve(blocks, weights, len(ranks), with_drift)
-            spreads = _spreads(blocks, offsets, drifts)
-        # the same weight for all but those that still end far apart, if the rest connects the ranks too
-        limit = 5 * float(np.median(np.concatenate(list(spreads.values())))) + 1.0
-        weights = {members: (spread <= limit).astype(np.float64) for members, spread in spreads.items()}
-        if {len(part) for part in _connected([m for m, weight in weights.items() if weight.any()])} == {len(ranks)}:
-            offsets, drifts = _solve(blocks, weights, len(ranks), with_drift)
-        left: dict[int, list[_Floats]] = defaultdict(list)
-        aligned: list[_Floats] = []
-        for members, rows in blocks.items():
-            rest = _left(rows, members, offsets, drifts)
-            aligned.append(np.ptp(rest, axis=1))
-            for column, i in enumerate(members):
-                left[i].append(np.abs(rest[:, column]))
-        open_ns = int(np.ceil(np.quantile(np.concatenate(aligned), 0.95, method="higher")))
-        for rank, i in index.items():
-            self.reference[rank] = ranks[0]
-            self.offset[rank] = float(offsets[i])
-            self.drift[rank] = float(drifts[i]) if with_drift else None
-            self.calls[rank] = int(counts[i])
-            self.residuals[rank] = np.concatenate(left[i])
-            self.open_ns[rank] = open_ns
-
-
-def _usable(match: _Match) -> bool:
-    return match.calls[0].op in TOGETHER and sum(c.end is not None for c in match.calls) > 1
-
-
-def _spreads(
-    blocks: Mapping[tuple[int, ...], _Floats], offsets: _Floats, drifts: _Floats
-) -> dict[tuple[int, ...], _Floats]:
-    """How far apart each call ends by aligned clocks."""
-    return {members: np.ptp(_left(rows, members, offsets, drifts), axis=1) for members, rows in blocks.items()}
-
-
-def _connected(groups: Iterable[Sequence[int]]) -> list[set[int]]:
-    """The sets of ranks that groups connect."""
-    parent: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        parent.setdefault(rank, rank)
-        while parent[rank] != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
-    for group in {tuple(g) for g in groups}:
-        for rank in group[1:]:
-            parent[root(rank)] = root(group[0])
-    found: dict[int, set[int]] = defaultdict(set)
-    for rank in parent:
-        found[root(rank)].add(rank)
-    return list(found.values())
-
-
-def _solve(
-    blocks: Mapping[tuple[int, ...], _Floats], weights: Mapping[tuple[int, ...], _Floats], ranks: int, with_drift: bool
-) -> tuple[_Floats, _Floats]:
-    """Offsets and drifts by weighted least squares; those of rank 0 are 0. Times are scaled so that both are alike."""
-    scale = max(float(np.abs(rows).max()) for rows in blocks.values()) or 1.0
-    terms = 2 if with_drift else 1
-    normal = np.zeros((terms * ranks, terms * ranks))
-    right = np.zeros(terms * ranks)
-    for members, rows in blocks.items():
-        instants = rows.mean(axis=1)
-        apart = rows - instants[:, None]
-        where = np.array(members)
-        centre = np.eye(len(members)) - 1.0 / len(members)
-        weight = weights[members]
-        powers = [np.ones(len(rows)), instants / scale][:terms]
-        for i, left in enumerate(powers):
-            right[where * terms + i] += (weight * left) @ apart
-            for j, other in enumerate(powers):
-                normal[np.ix_(where * terms + i, where * terms + j)] += centre * float((weight * left) @ other)
-    free = slice(terms, None)
-    found = np.zeros(terms * ranks)
-    inner = normal[free, free]
-    # calls that all end at one time say nothing of a drift: the smallest weight on 0 keeps the system solvable
-    ridge = 1e-13 * float(np.trace(inner)) * np.eye(len(inner))
-    found[free] = np.linalg.solve(inner + ridge, right[free])
-    offsets = found[0::terms]
-    return offsets, found[1::2] / scale if with_drift else np.zeros(ranks)
-
-
-def _left(rows: _Floats, members: tuple[int, ...], offsets: _Floats, drifts: _Floats) -> _Floats:
-    """Each end's distance from its call's mean, by aligned clocks."""
-    where = list(members)
-    aligned = rows - offsets[where] - drifts[where] * (rows - offsets[where])
-    found: _Floats = aligned - aligned.mean(axis=1, keepdims=True)
-    return found
-
-
-# -- arrivals and lateness -----------------------------------------------------------------------------------------------
-
-
-class _Arrival(NamedTuple):
-    """One call by aligned clocks: ranks, their calls, starts, ends, durations; complete: all its ranks are there."""
-
-    number: int
-    ranks: list[int]
-    calls: list[int]
-    starts: list[int]
-    ends: list[int]
-    durations: list[int]
-    complete: bool
-    open_ns: int
-
-    @property
-    def last(self) -> int:
-        """Index of the rank that came last."""
-        return max(range(len(self.ranks)), key=lambda i: (self.starts[i], -self.ranks[i]))
-
-    def rows(self) -> list[tuple[Any, ...]]:
-        """Rows of the table arrival."""
-        last, first = self.last, min(self.starts)
-        transfer = self.durations[last] if self.complete else None
-        return [
-            (
-                self.number,
-                rank,
-                self.starts[i],
-                self.ends[i],
-                self.durations[i],
-                self.starts[i] - first,
-                i == last,
-                transfer,
-                None if transfer is None else max(0, self.durations[i] - transfer),
-                self.open_ns,
-            )
-            for i, rank in enumerate(self.ranks)
-        ]
-
-
-def _arrivals(matches: Sequence[_Match], clocks: Clocks) -> list[_Arrival]:
-    """Calls of two timed ranks or more that have a common clock."""
-    found: list[_Arrival] = []
-    for number, match in enumerate(matches):
-        timed = [(c.rank, c.start, c.end) for c in match.calls if c.start is not None and c.end is not None]
-        numbers = [c.call_id for c in match.calls if c.start is not None and c.end is not None]
-        ranks = [rank for rank, _, _ in timed]
-        if len(timed) < 2 or not clocks.comparable(ranks):
+    group, found = column["group_code"], np.zeros(len(message), bool)
+    rows = np.flatnonzero(np.isin(group, np.unique(group[message])) & ~message & column["numbered"])
+    rows = rows[np.lexsort((column["rank"][rows], column["seq"][rows], group[rows]))]
+    for of_group in np.split(rows, _begins(group[rows])[1:]):
+        rank, seq, step = (column[name][of_group] for name in ("rank", "seq", "step"))
+        if len(of_group) == 0 or rank.min() == rank.max():
             continue
-        starts = [clocks.aligned(rank, start) for rank, start, _ in timed]
-        ends = [clocks.aligned(rank, end) for rank, _, end in timed]
-        durations = [end - start for _, start, end in timed]
-        complete = len(timed) == _size(match)
-        found.append(
-            _Arrival(number, ranks, numbers, starts, ends, durations, complete, clocks.open_ns.get(ranks[0], 0))
-        )
+        begins = _begins(seq)
+        several = np.maximum.reduceat(rank, begins) > np.minimum.reduceat(rank, begins)
+        known = np.minimum.reduceat(step, begins) >= 0
+        differ = several & known & (np.maximum.reduceat(step, begins) > np.minimum.reduceat(step, begins))
+        found[of_group] = not several.any() or 2 * int(differ.sum()) > int((several & known).sum())
     return found
 
 
-class _Alone(NamedTuple):
-    """A timed call of one rank of which no other's part is known: whom it waited for there cannot be told."""
+# -- matching ------------------------------------------------------------------------------------------------------------
 
-    rank: int
-    start: int
-    end: int
-
-    @classmethod
-    def of(cls, call: _Call, clocks: Clocks) -> _Alone:
-        """The call, which has a time, by aligned clocks where there are any."""
-        assert call.start is not None
-        assert call.end is not None
-        if call.rank not in clocks.reference:
-            return cls(call.rank, call.start, call.end)
-        return cls(call.rank, clocks.aligned(call.rank, call.start), clocks.aligned(call.rank, call.end))
+_REASONS = (
+    "its peer is not known",
+    "its number names another operation on another rank",
+    "no other rank recorded its number",
+    "no other rank of its group was recorded",
+    "it has no number, and the ranks of its group did not record the same calls",
+    "rank {} recorded no such messages",
+    "rank {} recorded other messages",
+)
+_NO_PEER, _OTHER_OP, _NO_NUMBER, _NO_RANK, _NOT_ALIKE, _NO_MESSAGES, _OTHER_MESSAGES = range(len(_REASONS))
 
 
-class _Blame(NamedTuple):
-    rank: int | None
-    match: int | None
-    chain: int
-    outside: bool
+def _reason_table(calls: _Calls, reasons: Ints) -> pa.Table:
+    """Rank, number and reason of the calls that have one."""
+    row = np.flatnonzero(reasons >= 0)
+    pairs, which = np.unique(np.stack([reasons[row], calls.peer[row]]), axis=1, return_inverse=True)
+    texts = [_REASONS[reason].format(peer) for reason, peer in pairs.T.tolist()]
+    text = pa.DictionaryArray.from_arrays(which.ravel(), pa.array(texts, pa.string()))
+    return pa.table({"rank": calls.rank[row], "call_id": calls.call_id[row], "reason": text})
 
 
-_OUTSIDE = _Blame(None, None, 0, True)
+def _matched(calls: _Calls) -> tuple[Ints, Ints]:
+    """Per call the number of its match, -1: none; and the reason why it has none, -1: it has, or it was not usable.
 
-
-def _lateness(arrivals: Sequence[_Arrival], alone: Sequence[_Alone]) -> list[tuple[Any, ...]]:
-    """Rows of the table lateness, in one pass over the calls in order of time.
-
-    A rank comes late by what its previous call ended later than the first rank's did (inherited), and by what it took
-    longer since (own). Inherited lateness belongs to whoever made that call end late: the rank that came to it last.
+    Numbers follow the issue of each match's first call.
     """
-    previous: dict[int, tuple[int, _Blame]] = {}
-    rows: list[tuple[Any, ...]] = []
-    waiting = sorted(alone, key=lambda a: a.start, reverse=True)
-    for call in sorted(arrivals, key=lambda a: (max(a.starts), a.number)):
-        while waiting and waiting[-1].start < max(call.starts):
-            one = waiting.pop()
-            if one.rank not in previous or previous[one.rank][0] <= one.end:
-                previous[one.rank] = (one.end, _OUTSIDE)
-        first = min(range(len(call.ranks)), key=lambda i: (call.starts[i], call.ranks[i]))
-        before = previous.get(call.ranks[first])
-        blames: list[_Blame] = []
-        for i, rank in enumerate(call.ranks):
-            late = call.starts[i] - call.starts[first]
-            mine = previous.get(rank)
-            own: int | None = None
-            inherited: int | None = None
-            if before is not None and mine is not None:
-                inherited = min(max(mine[0] - before[0], 0), late)
-                own = late - inherited
-            if own is None or inherited is None:
-                blame = _OUTSIDE
-            elif own >= inherited:
-                blame = _Blame(rank, call.number, 0, False)
-            else:
-                assert mine is not None
-                blame = mine[1]._replace(chain=mine[1].chain + 1)
-            blames.append(blame)
-            rows.append((call.number, rank, late, own, inherited, *blame))
-        # who made this call end when it did; with ranks missing it may have been one of them
-        last = blames[call.last] if call.complete else _OUTSIDE
-        for i, rank in enumerate(call.ranks):
-            known = previous.get(rank)
-            if known is None or known[0] <= call.ends[i]:
-                previous[rank] = (call.ends[i], last)
-    return sorted(rows, key=lambda r: (r[0], r[1]))
+    match = np.full(len(calls.rank), -1, np.int64)
+    reason = np.full(len(calls.rank), -1, np.int64)
+    message = np.isin(calls.op, [i for i, op in enumerate(calls.ops) if op in ("send", "recv")])
+    usable = calls.usable
+    reason[usable & message & (calls.peer < 0)] = _NO_PEER
+    count = 0
+    for rows, found in (
+        _by_number(calls, np.flatnonzero(usable & ~message & (calls.key >= 0)), reason),
+        _by_order(calls, np.flatnonzero(usable & ~message & (calls.key < 0)), reason),
+        _by_pair(calls, np.flatnonzero(usable & message & (calls.peer >= 0)), reason),
+    ):
+        match[rows] = np.where(found >= 0, found + count, -1)
+        count += int(found.max(initial=-1)) + 1
+    return _renumbered(calls, match), reason
+
+
+def _renumbered(calls: _Calls, match: Ints) -> Ints:
+    """Matches numbered by the earliest issue, then rank and number of the first call."""
+    row = np.flatnonzero(match >= 0)
+    if not len(row):
+        return match
+    row = row[np.lexsort((calls.rank[row], calls.side[row], match[row]))]
+    begins = _begins(match[row])
+    first = row[begins]
+    order = np.lexsort((calls.call_id[first], calls.rank[first], np.minimum.reduceat(calls.at[row], begins)))
+    number = np.empty(int(match.max()) + 1, np.int64)
+    number[match[first[order]]] = np.arange(len(order))
+    return np.where(match >= 0, number[match], -1)
+
+
+def _begins(sorted_keys: Ints) -> Ints:
+    return np.flatnonzero(np.concatenate([[True], np.diff(sorted_keys) != 0])) if len(sorted_keys) else sorted_keys
+
+
+def _dense(*keys: Ints) -> Ints:
+    """One number for each distinct combination of the keys."""
+    if not len(keys[0]):
+        return keys[0].astype(np.int64)
+    order = np.lexsort(keys[::-1])
+    new = np.zeros(len(order), bool)
+    for key in keys:
+        new[1:] |= np.diff(key[order]) != 0
+    found = np.empty(len(order), np.int64)
+    found[order] = np.cumsum(new)
+    return found
+
+
+def _turns(*keys: Ints) -> Ints:
+    """Place of each row among those of the same keys, in the order of the rows."""
+    one = _dense(*keys)
+    order = np.argsort(one, kind="stable")
+    begins = _begins(one[order])
+    found = np.empty(len(one), np.int64)
+    found[order] = np.arange(len(one)) - np.repeat(begins, np.diff(np.append(begins, len(one))))
+    return found
+
+
+def _spread(key: Ints, value: Ints) -> tuple[Ints, Ints, Ints]:
+    """Per row, over the rows of its key (0, 1, ...): how many there are, the smallest value and the largest."""
+    count = np.bincount(key, minlength=int(key.max(initial=-1)) + 1)
+    low = np.full(len(count), np.iinfo(np.int64).max)
+    high = np.full(len(count), np.iinfo(np.int64).min)
+    np.minimum.at(low, key, value)
+    np.maximum.at(high, key, value)
+    return count[key], low[key], high[key]
+
+
+def _distinct(key: Ints, value: Ints) -> Ints:
+    """Per row: how many different values there are among the rows of its key."""
+    pair = _dense(key, value)
+    _, one = np.unique(pair, return_index=True)
+    return np.bincount(key[one], minlength=int(key.max(initial=-1)) + 1)[key]
+
+
+def _by_number(calls: _Calls, rows: Ints, reason: Ints) -> tuple[Ints, Ints]:
+    """Calls of one number; several of one rank were launched as one and match in turn."""
+    key, rank = calls.key[rows], calls.rank[rows]
+    together = _dense(key, _turns(key, rank))
+    count, low, high = _spread(together, calls.op[rows])
+    reason[rows[low != high]] = _OTHER_OP
+    reason[rows[(low == high) & (count == 1)]] = _NO_NUMBER
+    return rows, np.where((low == high) & (count > 1), together, -1)
+
+
+def _by_order(calls: _Calls, rows: Ints, reason: Ints) -> tuple[Ints, Ints]:
+    """Calls of one group without numbers: where all its ranks made the same calls in the same order, else step by step."""
+    group, rank = _dense(calls.group[rows]), calls.rank[rows]
+    ranks = _distinct(group, rank)
+    found = _in_turn(group, rank, ranks, calls.step[rows], calls.what[rows])
+    found = np.where(ranks > 1, found, -1)
+    reason[rows[found < 0]] = np.where(ranks[found < 0] == 1, _NO_RANK, _NOT_ALIKE)
+    return rows, found
+
+
+def _by_pair(calls: _Calls, rows: Ints, reason: Ints) -> tuple[Ints, Ints]:
+    """Messages from one rank to another, in order: a message's number is counted by each rank for itself."""
+    side = calls.side[rows]
+    sender = np.where(side == 0, calls.rank[rows], calls.peer[rows])
+    receiver = np.where(side == 0, calls.peer[rows], calls.rank[rows])
+    pair = _dense(calls.group[rows], sender, receiver)
+    sides = _distinct(pair, side)
+    found = _in_turn(pair, side, np.full(len(rows), 2), calls.step[rows], calls.what[rows])
+    reason[rows[found < 0]] = np.where(sides[found < 0] == 1, _NO_MESSAGES, _OTHER_MESSAGES)
+    return rows, found
+
+
+def _in_turn(key: Ints, who: Ints, needed: Ints, step: Ints, what: Ints) -> Ints:
+    """The n-th calls of one key put together: over all of it if everyone made the same ones, else in steps where they did.
+
+    needed: how many must have made them. -1: not matched.
+    """
+
+    def alike(whole: Ints, turn: Ints) -> tuple[npt.NDArray[np.bool_], Ints]:
+        together = _dense(whole, turn)
+        count, low, high = _spread(together, what)
+        bad = (count != needed) | (low != high)
+        return np.bincount(whole, bad, int(whole.max(initial=-1)) + 1)[whole] == 0, together
+
+    whole, by_all = alike(key, _turns(key, who))
+    stepped = _dense(key, step)
+    in_step, by_step = alike(stepped, _turns(stepped, who))
+    later = by_step + int(by_all.max(initial=-1)) + 1
+    return np.where(whole, by_all, np.where(in_step & (step >= 0), later, -1))
+
+
+def _sizes(calls: _Calls, match: Ints) -> Ints:
+    """Ranks that take part in each match: both of a message, else the group's as the lowest rank says it; -1: not known."""
+    row = np.flatnonzero((match >= 0) & (calls.size >= 0))
+    found = np.full(int(match.max(initial=-1)) + 1, -1, np.int64)
+    row = row[np.argsort(-calls.rank[row], kind="stable")]
+    found[match[row]] = calls.size[row]
+    message = np.isin(calls.op, [i for i, op in enumerate(calls.ops) if op in ("send", "recv")])
+    found[match[(match >= 0) & message]] = 2
+    return found
+
+
+def _match_table(run: Run, calls: _Calls, match: Ints, hosts: Mapping[int, str | None]) -> pa.Table:
+    """Table matched_call."""
+    row = np.flatnonzero(match >= 0)
+    message = np.isin(calls.op[row], [i for i, op in enumerate(calls.ops) if op in ("send", "recv")])
+    evidence = np.where(message | (calls.key[row] < 0), 2, np.where(calls.by_comms_id[row], 0, 1))
+    sizes = _sizes(calls, match)
+    run.table(
+        "match_member",
+        pa.table(
+            {
+                "match_id": match[row],
+                "rank": calls.rank[row],
+                "call_id": calls.call_id[row],
+                "side": calls.side[row],
+                "timed": pa.array(calls.timed[row]),
+                "shared": pa.array(calls.shared[row]),
+                "evidence": pa.DictionaryArray.from_arrays(evidence, pa.array(["comms_id", "seq", "order"])),
+                "size": pa.array(sizes[match[row]], mask=sizes[match[row]] < 0),
+            }
+        ),
+    )
+    run.table(
+        "host_of",
+        pa.table({"rank": pa.array(list(hosts), pa.int32()), "host": pa.array(list(hosts.values()), pa.string())}),
+    )
+    found = run.arrow(
+        """
+        WITH members AS (
+          SELECT m.*, s.op, s.role, s.step, s.dtype, s.payload_bytes, h.host, m.side * 4294967296 + m.rank AS place
+          FROM match_member m
+          JOIN seen_call s ON s.rank = m.rank AND s.call_id = m.call_id
+          LEFT JOIN host_of h ON h.rank = m.rank
+        )
+        SELECT match_id, any_value(evidence) AS evidence, arg_min(op, place) AS op,
+               CASE WHEN count(role) = count(*) AND min(role) = max(role) THEN min(role) END AS role,
+               arg_min_null(step, place) AS step, arg_min_null(dtype, place) AS dtype, any_value(size) AS group_size,
+               max(payload_bytes) AS payload_bytes, min(rank) AS first_rank,
+               CASE WHEN arg_min(op, place) = 'send' THEN arg_min(rank, place) END AS sender_rank, count(*) AS members,
+               count(*) FILTER (timed) AS timed, coalesce(count(*) FILTER (timed) = any_value(size), false) AS complete,
+               list(rank ORDER BY rank) AS member_ranks, bool_or(shared) AS shared,
+               CASE WHEN count(host) = count(*) AND count(*) = any_value(size) THEN count(DISTINCT host) END AS hosts
+        FROM members GROUP BY match_id ORDER BY match_id
+        """
+    )
+    for name in ("match_member", "host_of"):
+        run.connection.execute(f"DROP TABLE {name}")
+    return found

@@ -4,8 +4,10 @@ Everything here is an inference from traffic alone; it fills in only what neithe
 count of the calls confirms it:
 
 * The direction of a pipeline message is its phase: to the next stage forward, to the one before backward. With two stages
-  and interleaving both neighbours are the same rank, and nothing is said.
+  and interleaving both neighbours are the same rank, and the schedule must say it.
 * Messages of one direction carry the micro-batches in order, so the n-th message is micro-batch n.
+* With interleaving and a job the schedule says what the n-th send and the n-th receive of a stage carry, if there are as
+  many as it makes. Passes are its passes if there are as many, in the same order, with as many messages before each.
 * Other calls of a forward (backward) pass belong to the micro-batch whose message of that direction comes next on a stage
   that sends it on, or came last on one that only receives it. Without a pipeline, passes alternate: the n-th run of forward
   calls and the run of backward calls behind it are micro-batch n.
@@ -22,10 +24,11 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from traceanalyzer import axes
+from traceanalyzer import axes, schedule_order
 from traceanalyzer.errors import JobError
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
+from traceanalyzer.schedule_order import Action, Exchange, Message, Schedule
 
 ACTIVATION_ROLES: frozenset[str] = frozenset({"tp", "cp", "cp_l0", "cp_l1", "hybrid_cp", "ep", "etp", "tp_ep"})
 """Roles whose forward and backward calls are those of one micro-batch each."""
@@ -40,6 +43,10 @@ class Call(NamedTuple):
     phase: str | None
     direction: str | None
     size: int | None
+    peer: int | None = None
+    """Stage of the other side of a pipeline message. None: not recorded."""
+    message: bool = False
+    """Whether it carries activations or gradients between stages."""
 
 
 class Place(NamedTuple):
@@ -48,6 +55,134 @@ class Place(NamedTuple):
     phase: str | None = None
     microbatch: int | None = None
     layer: int | None = None
+    chunk: int | None = None
+
+
+class Pass(NamedTuple):
+    """Work of one direction (F, B) between messages, and how many were sent and received before it in the step."""
+
+    way: str
+    sends: int
+    recvs: int
+
+
+class ScheduleConflict(NamedTuple):
+    """Pipeline messages of one stage in one step that are not as many as the declared schedule makes."""
+
+    op: str
+    stage: int
+    declared: int
+    observed: int
+
+    @property
+    def sentence(self) -> str:
+        """The conflict in words."""
+        done = "sends" if self.op == "send" else "receives"
+        return (
+            f"declared a pipeline schedule in which stage {self.stage} {done} {self.declared} messages a step, observed "
+            f"{self.observed}"
+        )
+
+
+def schedules(job: Job) -> list[Schedule]:
+    """The schedules a job may run, by release; one of one stage without a pipeline; [] if it does not determine one."""
+    try:
+        if job.pipeline_model_parallel_size == 1:
+            (count,) = job.require("num_microbatches")
+            return [Schedule(kind="1f1b", stages=1, microbatches=count, forward_only=job.forward_only)]
+        found = [schedule_order.of_job(job, warm_up_at_pp=early) for early in (False, True)]
+    except JobError:
+        return []
+    return list(dict.fromkeys(s for s in found if s is not None))
+
+
+def expected_passes(schedule: Schedule, stage: int) -> list[tuple[Pass, tuple[int, int]]]:
+    """The passes of a stage in order, each with its micro-batch and chunk."""
+    sends = recvs = 0
+    found: list[tuple[Pass, tuple[int, int]]] = []
+    for step in schedule_order.program(schedule, stage):
+        if isinstance(step, Action):
+            found.append((Pass(step.kind, sends, recvs), (step.microbatch, step.chunk)))
+        else:
+            sends += sum(m.op == "send" for m in step.messages)
+            recvs += sum(m.op == "recv" for m in step.messages)
+    return found
+
+
+def passes_of(job: Job, rank: int, seen: Sequence[Pass]) -> list[tuple[int, int]] | None:
+    """Micro-batch and chunk of each pass seen on a rank in one step; None unless they are exactly those of its schedule."""
+    layout = _layout(job)
+    if layout is None or rank >= layout.world_size:
+        return None
+    fitting: set[tuple[tuple[int, int], ...]] = set()
+    for schedule in schedules(job):
+        listed = expected_passes(schedule, layout.stage(rank))
+        if [p for p, _ in listed] == list(seen):
+            fitting.add(tuple(which for _, which in listed))
+    return list(fitting.pop()) if len(fitting) == 1 else None
+
+
+def of_schedule(
+    calls: Sequence[Call], stage: int, plans: Sequence[Schedule]
+) -> tuple[dict[int, Place], list[ScheduleConflict]]:
+    """Phase, micro-batch and chunk of one rank's calls of one step by the schedules the job may run.
+
+    The n-th message sent (received) is the n-th that the schedule sends (receives). {} and the conflict where they are not
+    as many, {} where a peer is another or two schedules say different things.
+    """
+    options: list[dict[int, Place]] = []
+    conflicts: list[ScheduleConflict] = []
+    for schedule in plans:
+        made: list[Message] = []
+        for step in schedule_order.program(schedule, stage):
+            if isinstance(step, Exchange):
+                made += step.messages
+        found: dict[int, Place] | None = {}
+        for op in ("send", "recv"):
+            declared = [m for m in made if m.op == op]
+            observed = [c for c in calls if c.message and c.op == op]
+            if len(declared) != len(observed):
+                conflicts.append(ScheduleConflict(op, stage, len(declared), len(observed)))
+                found = None
+            elif any(c.peer not in (None, m.peer) for c, m in zip(observed, declared, strict=True)):
+                found = None
+            if found is not None:
+                for c, m in zip(observed, declared, strict=True):
+                    phase = "forward" if m.content == "activation" else "backward"
+                    found[c.call_id] = Place(phase, m.microbatch, None, m.chunk)
+        if found is not None and found not in options:
+            options.append(found)
+    if len(options) != 1:
+        return {}, [] if options else list(dict.fromkeys(conflicts))
+    return options[0] | _within_passes(calls, stage, plans), []
+
+
+def _within_passes(calls: Sequence[Call], stage: int, plans: Sequence[Schedule]) -> dict[int, Place]:
+    """Micro-batch and chunk of calls inside passes, if these are exactly those of one schedule."""
+    seen: list[Pass] = []
+    members: list[list[int]] = []
+    sends = recvs = 0
+    for c in calls:
+        if c.message:
+            sends, recvs = sends + (c.op == "send"), recvs + (c.op == "recv")
+        elif c.role in ACTIVATION_ROLES and c.phase in ("forward", "backward", "recompute"):
+            now = Pass("F" if c.phase == "forward" else "B", sends, recvs)
+            if not seen or seen[-1] != now:
+                seen.append(now)
+                members.append([])
+            members[-1].append(c.call_id)
+    options: list[dict[int, Place]] = []
+    for schedule in plans:
+        listed = expected_passes(schedule, stage)
+        if [p for p, _ in listed] == seen:
+            found = {
+                number: Place(None, microbatch, None, chunk)
+                for (_, (microbatch, chunk)), part in zip(listed, members, strict=True)
+                for number in part
+            }
+            if found not in options:
+                options.append(found)
+    return options[0] if len(options) == 1 else {}
 
 
 def direction_of(op: str, stage: int, peer: int | None, stages: int, interleaved: bool | None) -> str | None:
@@ -151,7 +286,8 @@ def layers(calls: Sequence[Call], ids: Sequence[int], *, first: bool, last: bool
 
 
 _CALLS = """
-SELECT c.rank, c.step, c.call_id, c.op, c.role, c.phase, c.payload_bytes, c.peer, g.ranks
+SELECT c.rank, c.step, c.call_id, c.op, CASE WHEN c.axis = 'PP' THEN 'pp' ELSE c.role END, c.phase, c.payload_bytes, c.peer,
+       CASE WHEN c.role = 'pp' THEN g.ranks END, c.dtype, c.step_evidence
 FROM comm c
 LEFT JOIN (SELECT rank, group_id, any_value(ranks) AS ranks FROM process_group GROUP BY ALL) g
   ON g.rank = c.rank AND g.group_id = c.group_id
@@ -160,36 +296,46 @@ ORDER BY c.rank, c.step, coalesce(c.t_issue_ns, c.start_ns), c.call_id
 """
 
 
-def of_calls(run: Run, job: Job | None) -> pa.Table:
-    """The table order_place: what the order says of calls whose place neither a hook nor a mark gave.
+def of_calls(run: Run, job: Job | None) -> tuple[pa.Table, list[ScheduleConflict]]:
+    """The table order_place: what the order says of calls whose place neither a hook nor a mark gave; and contradictions.
 
-    Needs an attached view comm. Columns rank, call_id, order_phase, order_microbatch, order_layer.
+    Needs an attached view comm. Columns rank, call_id, order_phase, order_microbatch, order_layer, order_chunk.
     """
     layout = _layout(job)
     interleaved = None if job is None else (job.virtual_pipeline_model_parallel_size or 1) > 1
-    found: list[tuple[int, int, str | None, int | None, int | None]] = []
+    plans = schedules(job) if job is not None and interleaved else []
+    found: list[tuple[int, int, Place]] = []
+    conflicts: dict[ScheduleConflict, None] = {}
     for (rank, _), rows in groupby(run.tuples(_CALLS), key=lambda r: (r[0], r[1])):
         listed = list(rows)
         stage, stages = _stage(rank, layout, listed)
         only_pipeline = job is not None and job.context_parallel_size == 1
         calls: list[Call] = []
-        for _, _, number, op, role, phase, size, peer, ranks in listed:
+        for _, _, number, op, role, phase, size, peer, ranks, dtype, _ in listed:
             way: str | None = None
             # where attention is not spread, nothing but the pipeline sends messages
             message = op in ("send", "recv") and (role == "pp" or (role is None and only_pipeline))
+            there = _stage_of_peer(peer, ranks, layout) if message else None
             if message and stage is not None and stages is not None:
-                way = direction_of(op, stage, _stage_of_peer(peer, ranks, layout), stages, interleaved)
-            calls.append(Call(number, op, role, phase, way, size))
-        # without a job the passes of an interleaved pipeline cannot be told from those of a plain one
-        if stage is None or stages is None or (stages > 1 and interleaved is not False):
+                way = direction_of(op, stage, there, stages, interleaved)
+            # stages tell each other shapes in int64
+            calls.append(Call(number, op, role, phase, way, size, there, message and dtype != "int64"))
+        if plans and stage is not None:
+            at, broken = of_schedule(calls, stage, plans)
+            marked = listed[0][10] in ("recorded", "profiler_step", "mark")
+            conflicts |= dict.fromkeys(broken if marked and any(c.message for c in calls) else ())
+            if not at:
+                at = {c.call_id: Place(phase=c.direction) for c in calls if c.direction is not None}
+        elif stage is None or stages is None or (stages > 1 and interleaved is not False):
+            # without a job the passes of an interleaved pipeline cannot be told from those of a plain one
             at = {c.call_id: Place(phase=c.direction) for c in calls if c.direction is not None}
         else:
             microbatches = None if job is None else job.num_microbatches
             at = places(calls, stage, stages, microbatches, forward_only=job is not None and job.forward_only)
             if job is not None and layout is not None:
                 at = _with_layers(at, calls, job, stage)
-        found += [(rank, number, p.phase, p.microbatch, p.layer) for number, p in at.items()]
-    return _table(found)
+        found += [(rank, number, p) for number, p in at.items()]
+    return _table(found), list(conflicts)
 
 
 def no_places() -> pa.Table:
@@ -197,14 +343,15 @@ def no_places() -> pa.Table:
     return _table([])
 
 
-def _table(found: Sequence[tuple[int, int, str | None, int | None, int | None]]) -> pa.Table:
+def _table(found: Sequence[tuple[int, int, Place]]) -> pa.Table:
     return pa.table(
         {
             "rank": pa.array([f[0] for f in found], pa.int32()),
             "call_id": pa.array([f[1] for f in found], pa.int64()),
-            "order_phase": pa.array([f[2] for f in found], pa.string()),
-            "order_microbatch": pa.array([f[3] for f in found], pa.int32()),
-            "order_layer": pa.array([f[4] for f in found], pa.int32()),
+            "order_phase": pa.array([f[2].phase for f in found], pa.string()),
+            "order_microbatch": pa.array([f[2].microbatch for f in found], pa.int32()),
+            "order_layer": pa.array([f[2].layer for f in found], pa.int32()),
+            "order_chunk": pa.array([f[2].chunk for f in found], pa.int32()),
         }
     )
 

@@ -52,6 +52,8 @@ _FSDP_BACKWARD = re.compile(r"^FSDP::(?:root_)?(?:pre|post)_backward")
 _CHECKPOINT_BACKWARD = re.compile(r"^(?:_?CheckpointFunction|_?CheckpointFrame\w*|CheckpointWithoutOutput\w*)Backward$")
 _MARK = re.compile(r"^(?:ProfilerStep#|ta:|Optimizer\.|enumerate\(DataLoader\)|DistributedDataParallel\.|\[)")
 _MICROBATCH = re.compile(r"^ta:microbatch (\d+)$")
+_LAYER = re.compile(r"^ta:layer (\d+)$")
+_PHASE_MARK = re.compile(r"^ta:(?:phase )?(forward|backward|recompute|optimizer|other)$")
 
 
 class Place(NamedTuple):
@@ -63,6 +65,7 @@ class Place(NamedTuple):
     component: str | None = None
     component_evidence: str | None = None
     microbatch: int | None = None
+    layer: int | None = None
 
 
 def place_of(path: Sequence[str] | None, in_dims: str | None, job: Job | None) -> Place:
@@ -81,8 +84,9 @@ def place_of(path: Sequence[str] | None, in_dims: str | None, job: Job | None) -
     elif inner == "_ReduceFromModelParallelRegion" and phase in ("forward", "recompute") and shape is not None:
         component, component_evidence = shape, "call_path and shape"
     microbatch = next((int(m.group(1)) for n in path or () if (m := _MICROBATCH.match(n))), None)
+    layer = next((int(m.group(1)) for n in path or () if (m := _LAYER.match(n))), None)
     role = "tp" if inner is not None and _is_tensor_parallel(inner, shape, job) else None
-    return Place(phase, evidence, role, component, component_evidence, microbatch)
+    return Place(phase, evidence, role, component, component_evidence, microbatch, layer)
 
 
 def _is_tensor_parallel(function: str, shape: str | None, job: Job | None) -> bool:
@@ -95,9 +99,12 @@ def _is_tensor_parallel(function: str, shape: str | None, job: Job | None) -> bo
 
 def _phase(path: Sequence[str], job: Job | None) -> tuple[str, str]:
     """Phase and its evidence, by the innermost range that decides."""
-    names = [n for n in path if n.startswith("Optimizer.") or not _MARK.match(n)]
+    names = [n for n in path if n.startswith("Optimizer.") or not _MARK.match(n) or _PHASE_MARK.match(n)]
     ran_forward = False
     for i, name in enumerate(names):
+        mark = _PHASE_MARK.match(name)
+        if mark:
+            return mark.group(1), "mark"
         if name.startswith("Optimizer."):
             return "optimizer", "call_path"
         if _CHECKPOINT_BACKWARD.match(name):
@@ -119,6 +126,11 @@ def is_checkpoint(name: str) -> bool:
 def is_backward(name: str) -> bool:
     """Whether a range of this name is part of the backward pass."""
     return name.startswith(_ENGINE) or bool(_BACKWARD.search(name)) or bool(_FSDP_BACKWARD.match(name))
+
+
+def is_tensor_parallel(name: str) -> bool:
+    """Whether a range of this name is one of TENSOR_PARALLEL_FUNCTIONS or its backward pass."""
+    return _BACKWARD.sub("", name.removeprefix(f"{_ENGINE}: ")) in TENSOR_PARALLEL_FUNCTIONS
 
 
 def is_mark(name: str) -> bool:
@@ -170,6 +182,7 @@ def of_paths(run: Run, job: Job | None) -> pa.Table:
             "path_role": pa.array([p.role for p in placed], pa.string()),
             "path_component": pa.array([p.component for p in placed], pa.string()),
             "path_microbatch": pa.array([p.microbatch for p in placed], pa.int32()),
+            "path_layer": pa.array([p.layer for p in placed], pa.int32()),
             "path_phase_evidence": pa.array([p.phase_evidence for p in placed], pa.string()),
             "path_component_evidence": pa.array([p.component_evidence for p in placed], pa.string()),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -113,16 +113,17 @@ def of_groups(run: Run, job: Job | None) -> tuple[pa.Table, list[Conflict]]:
     """Role of every group of a run (table group_role) and where observed groups contradict the layout.
 
     ``candidates`` of a group are the roles its ranks fit; null where they cannot be compared, because layout or ranks are
-    unknown. Also creates the table role_size: what each role's group size is by the layout.
+    unknown. Also creates the table role_size: what each role's group size is by the layout, without one by the descriptions.
     """
     layout = layout_of(job)
     known = {} if layout is None else _sizes(layout)
-    run.table(
-        "role_size",
-        pa.table({"role": pa.array(list(known), pa.string()), "path_size": pa.array(list(known.values()), pa.int32())}),
-    )
     rows = run.tuples(
         "SELECT rank, group_id, description, group_size, ranks FROM process_group ORDER BY rank, group_id"
+    )
+    sizes = known if layout is not None else _described_sizes(rows)
+    run.table(
+        "role_size",
+        pa.table({"role": pa.array(list(sizes), pa.string()), "path_size": pa.array(list(sizes.values()), pa.int32())}),
     )
     ordered, broken = _by_creation(rows, layout, job)
     fits: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -184,6 +185,50 @@ def _by_creation(
 def _sizes(layout: axes.Layout) -> dict[str, int]:
     """Group size of every role that has one by the layout."""
     return {role: layout.group_size(role) for role in axes.ROLES if role != "hybrid_cp"}
+
+
+def _described_sizes(rows: Iterable[tuple[Any, ...]]) -> dict[str, int]:
+    """Group sizes of the roles that descriptions name, where all groups of the role are as large."""
+    found: dict[str, set[int | None]] = {}
+    for _, _, description, size, ranks in rows:
+        role = axes.role_of_description(description)
+        if role is not None:
+            found.setdefault(role, set()).add(size if ranks is None else len(ranks))
+    return {role: one for role, (one, *more) in found.items() if one is not None and not more}
+
+
+def alone(run: Run, job: Job | None) -> pa.Table:
+    """Table lone_role: rank, op, role: operations that a rank makes on groups of one role alone, whatever names its groups.
+
+    Where attention is not spread over ranks, only the pipeline sends messages, and only the experts exchange rows. By the
+    layout, without one by the rank's own groups. Needs the tables group_role and role_size.
+    """
+    layout = layout_of(job)
+    sizes: dict[int, dict[str, int]] = {}
+    if layout is not None:
+        axis = {"pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "tp": layout.tp}
+        sizes = {r: axis for (r,) in run.tuples("SELECT DISTINCT rank FROM rank WHERE rank < ?", [layout.world_size])}
+    else:
+        for rank, role, size in run.tuples(
+            """SELECT p.rank, g.role, max(len(p.ranks)) FROM process_group p
+               JOIN group_role g ON g.rank = p.rank AND g.group_id = p.group_id
+               WHERE p.ranks IS NOT NULL AND g.role IN ('pp', 'cp', 'ep', 'tp') GROUP BY ALL"""
+        ):
+            sizes.setdefault(rank, {})[role] = size
+    # the dispatcher alltoall_seq of older releases exchanges rows on tensor-parallel groups too
+    dispatcher = None if job is None else job.moe_token_dispatcher_type
+    found: list[tuple[int, str, str]] = []
+    for rank, its in sorted(sizes.items()):
+        if its.get("cp") != 1:
+            continue
+        # of two stages, the second sends single messages over the default group
+        both = its.get("pp") == 2 and job is not None and not job.batch_p2p_comm
+        if its.get("pp", 1) > 1 and not both:
+            found += [(rank, "send", "pp"), (rank, "recv", "pp")]
+        if its.get("ep", 1) > 1 and (its.get("tp") == 1 or dispatcher == "alltoall"):
+            found.append((rank, "all_to_all", "ep"))
+    types = (pa.int32(), pa.string(), pa.string())
+    return pa.table({n: pa.array([f[i] for f in found], types[i]) for i, n in enumerate(("rank", "op", "lone_role"))})
 
 
 def _conflict(

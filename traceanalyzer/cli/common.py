@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from traceanalyzer.job import Job
+    from traceanalyzer.links import Links
     from traceanalyzer.run import Run
 
 job_option = click.option(
@@ -35,6 +36,29 @@ format_option = click.option(
     show_default=True,
     help="What to print: a text to read, or one JSON document.",
 )
+
+
+links_option = click.option(
+    "--links",
+    "links_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Measured bandwidths: output of nccl-tests, or a TOML or CSV table of GB/s (docs/links.md).",
+)
+
+
+def read_links(path: Path | None) -> Links | None:
+    """The links of a file; lines that could not be read are pointed out on stderr. None without a file."""
+    if path is None:
+        return None
+    from traceanalyzer.links import read
+
+    found = read(path)
+    if found.unreadable:
+        where = ", ".join(map(str, found.unreadable[:5])) + (", ..." if len(found.unreadable) > 5 else "")
+        lines = "1 line" if len(found.unreadable) == 1 else f"{len(found.unreadable)} lines"
+        click.echo(f"note: {path.name}: {lines} could not be read ({where})", err=True)
+    return found
 
 
 _PIPE_WIDTH = 160

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, refuse_own_input
+from traceanalyzer.cli.common import job_of, job_option, links_option, read_links, refuse_own_input
 from traceanalyzer.cli.sql import write_table, write_text
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _ROWS = 40
     help=f"At most N rows.  [default: {_ROWS} in a table, else all]",
 )
 @job_option
+@links_option
 def query_command(
     source: str | None,
     name: str | None,
@@ -56,6 +57,7 @@ def query_command(
     out: Path | None,
     limit: int | None,
     job_file: Path | None,
+    links_file: Path | None,
 ) -> None:
     """Answer one question of the library; without any, list them.
 
@@ -83,9 +85,10 @@ def query_command(
         if not equals:
             raise click.UsageError(f"--param {pair}: must be NAME=VALUE.")
         values[key] = value
+    links = read_links(links_file)
     with Run.open(source) as run:
         refuse_own_input(out, run.files)
-        result = Library.of(run, job_of(run, job_file).job).ask(query.name, **values)
+        result = Library.of(run, job_of(run, job_file).job, links).ask(query.name, **values)
     _write(result, form, out, limit)
 
 

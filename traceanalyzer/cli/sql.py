@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,12 +51,12 @@ def sql_command(
     """Ask a run with SQL; without a query, list its views.
 
     The QUERY is DuckDB's SQL. The view comm has a row per call, with role, step and phase where they are known (the job
-    in the run, or --job, names what the recording does not).
+    in the run, or --job, names what the recording does not); so has the view kernel.
 
     \b
     traceanalyzer sql run.parquet "SELECT role, op, count(*) FROM comm GROUP BY ALL"
     """
-    from traceanalyzer.attribute import attach, in_world_of
+    from traceanalyzer.attribute import attach, in_world_of, kernels
     from traceanalyzer.run import Run
 
     form = form or (_SUFFIXES.get(out.suffix.lower(), "table") if out is not None else "table")
@@ -64,7 +65,10 @@ def sql_command(
     with Run.open(source) as run:
         refuse_own_input(out, run.files)
         job = job_of(run, job_file).job
-        attach(run, None if job is None else in_world_of(run, job))
+        job = None if job is None else in_world_of(run, job)
+        attach(run, job)
+        if query is None or re.search(r"\bkernel\b", query, re.IGNORECASE):
+            kernels.of_kernels(run, job)  # takes seconds on a large run: only where it is asked
         if query is None and form == "table":
             with _output(out) as write:
                 write(_views(run))

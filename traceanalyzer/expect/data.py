@@ -51,6 +51,7 @@ from traceanalyzer.expect import buckets, parameters, versions
 from traceanalyzer.expect.model import Evidence, NotModelled
 from traceanalyzer.expect.place import Place, Symbol, is_on
 from traceanalyzer.expect.rules import Avoid, Chapter, Rule
+from traceanalyzer.job import Job
 
 DENSE, EXPERT = "dp_cp", "edp"
 
@@ -300,10 +301,15 @@ def optimizers(place: Place) -> int:
     return 1 + experts + job.overlap_param_gather_with_optimizer_step
 
 
+def _says_who_starts(job: Job) -> bool:
+    """Whether the job's loop is known to set grad_sync_func or not to: megatron-core itself leaves it None."""
+    return job.framework == "megatron-lm" or "align_grad_reduce" in job.given
+
+
 def _aligned(place: Place) -> bool:
     """Whether the pipeline starts the reductions of this stage (schedules.py: grad_sync_func), outside autograd."""
     job = place.job
-    if place.pp == 1 or not (job.framework == "megatron-lm" and job.align_grad_reduce):
+    if place.pp == 1 or not (job.align_grad_reduce and _says_who_starts(job)):
         return False
     return place.chunk_count > 1 or place.stage > 0
 
@@ -393,10 +399,12 @@ _LOOP_UNKNOWN = "overlap_grad_reduce: training loop unknown"
 def _depends_on_loop(place: Place) -> bool:
     """Whether an unknown loop decides who starts the reductions, on a first stage also which chunks have buckets.
 
-    Nothing is open without a pipeline, and on the first stage of one that is not interleaved.
+    Nothing is open without a pipeline, and on the first stage of one that is not interleaved. Behind the first, a job that
+    was captured says it: align_grad_reduce is there whether grad_sync_func was set.
     """
     is_open = place.pp > 1 and (place.stage > 0 or place.chunk_count > 1)
-    return place.job.overlap_grad_reduce and is_open and place.job.framework != "megatron-lm"
+    known = place.job.framework == "megatron-lm" or (place.stage > 0 and _says_who_starts(place.job))
+    return place.job.overlap_grad_reduce and is_open and not known
 
 
 def _reason(place: Place) -> str:

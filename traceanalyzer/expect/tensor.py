@@ -175,11 +175,12 @@ class Linear:
 
     layers: how many of the stage's layers have it, a symbol (others count the recomputed ones and those in bf16:
     recomputed_..., ..._bf16). width: features at the communicating side. modules: of recompute_modules, those that repeat
-    its forward pass, each with a condition. buffer: its name in userbuffers, "" for none. checkpointed: layers whose
-    forward pass runs without gradients, a symbol. own: whether it communicates itself, and not the code around it; only
-    then fp8 gathers bytes and userbuffers serve it; "False" for one that is not TransformerEngine's. regathers: whether
-    its input is gathered again in the backward pass. recomputes: whether full recomputation repeats it. deferred: gathers
-    that wait for the flush, a symbol. document: as in Rule. What is whether is a condition.
+    its forward pass, each with a condition. buffer: its name in userbuffers, "" for none. checkpointed: of a linear that is
+    fused with a norm, layers whose forward pass runs without gradients, a symbol. own: whether it communicates itself, and
+    not the code around it; only then fp8 gathers bytes and userbuffers serve it; "False" for one that is not
+    TransformerEngine's. regathers: whether its input is gathered again in the backward pass. recomputes: whether full
+    recomputation repeats it. deferred: gathers that wait for the flush, a symbol. document: as in Rule. What is whether is a
+    condition.
     """
 
     component: str
@@ -267,7 +268,6 @@ def _shared_expert(prefix: str, component: str) -> tuple[Linear, ...]:
         when="moe_shared_expert_intermediate_size is not None",
         modules=_EXPERT,
         buffer="" if prefix else "fc1",
-        checkpointed="checkpointed_experts",
         own="not moe_shared_expert_overlap",
         regathers="not moe_shared_expert_overlap",
         evidence=_SHARED,
@@ -455,7 +455,8 @@ def _forward_call(
         document=linear.document or ("the document recomputes nothing" if avoid else ""),
     )
     if column:
-        grad = "" if phase == "recompute" else "training"
+        # TransformerEngine's layernorm_linear.py asks for gradients before it takes userbuffers, its linear.py does not
+        grad = "training" if linear.checkpointed and phase != "recompute" else ""
         overlapped = _all_of("overlap and tp_comm_overlap_ag", f"not {_disabled(linear)}", grad, linear.own)
         without = "" if phase == "recompute" else linear.checkpointed
         yield from _gathers(linear, rule, "row", overlapped if linear.buffer else "", without)
@@ -1153,7 +1154,9 @@ def _replicated(place: Place) -> Quantity:
     named = {"query and key norms"} | ({"query latent norm"} if job.transformer_impl == "local" else set())
     # Experts one by one (SequentialMLP) are row-parallel linears, whose biases are marked; those of one grouped linear not.
     marked = {row.name for row in parameters.ROWS if row.sequence_parallel}
-    if not job.moe_grouped_gemm:
+    if job.moe_grouped_gemm:
+        marked.discard("experts.fc2 bias")
+    else:
         marked.add("experts.fc2 bias")
     wanted = marked if job.sequence_parallel else named
     symbols = Symbols(place, parameters.SYMBOLS, parameters.chunk_symbols(place, None))
@@ -1183,12 +1186,6 @@ SYMBOLS: dict[str, Symbol] = {
     "checkpointed_mlps": Symbol(
         "layers whose dense MLP runs under a checkpoint",
         lambda place: len(_dense(place, place.layers if "mlp" in _modules(place) else _recomputed(place))),
-    ),
-    "checkpointed_experts": Symbol(
-        "layers whose shared expert runs under a checkpoint",
-        lambda place: len(
-            place.moe(place.layers if {"moe", "shared_experts"} & set(_modules(place)) else _recomputed(place))
-        ),
     ),
     "checkpoints": Symbol("checkpoints of full recomputation in one micro-batch", _checkpoints),
     "deferred": Symbol("output layer inputs that are gathered after the flush", _deferred),
@@ -1248,7 +1245,7 @@ GAPS: tuple[Gap, ...] = (
     _gap("tp_comm_overlap with mtp_num_layers", "tp_comm_overlap and on('mtp_num_layers')", _PASSES, _SHARDS),
     _gap(
         "tp_comm_overlap with first_last_layers_bf16 and recomputation",
-        "overlap and on('first_last_layers_bf16') and (recomputed_layers or checkpointed_mlps or checkpointed_experts)",
+        "overlap and on('first_last_layers_bf16') and (recomputed_layers or checkpointed_mlps)",
         _PASSES,
         ("all_gather",),
     ),
