@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -637,6 +638,359 @@ def test_not_in_document() -> None:
 )
 def test_document_near_misses(near: CellView, facts: Facts) -> None:
     assert not {"sp_input_regather", "not_in_document"} & {code for code, _, _ in found([near], facts).values()}
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+
+
+def moved(role: str, other: str, calls: int = 4, op: str = "all_gather") -> list[CellView]:
+    """Calls that the first role lacks and the other makes."""
+    return [
+        cell("missing", calls, 0, role=role, op=op, expected=(expected(op, calls=calls, role=role),)),
+        cell("unexpected", 0, calls, role=other, op=op),
+    ]
+
+
+def test_wrong_group() -> None:
+    assert found(moved("tp", "cp")) == {0: ("wrong_group", "likely", (1,)), 1: ("wrong_group", "likely", (0,))}
+    assert sentence(moved("tp", "cp")) == (
+        "4 calls a step that belong on tp run on cp, alike in all else: a wrong group was given, or another release uses it."
+    )
+    assert sentence(moved("tp", "cp", calls=1)).startswith("1 call a step that belongs on tp runs on cp,")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "all_to_all"},
+        {"phase": "backward"},
+        {"dtype": "float32"},
+        {"payload": 4096},
+        {"calls_measured": 3},
+        {"ranks": (1,)},
+        {"steps": (1,)},
+    ],
+)
+def test_wrong_group_is_alike_in_all_else(change: dict[str, Any]) -> None:
+    lost, made = moved("tp", "cp")
+    assert "wrong_group" not in str(found([lost, replace(made, **change)]))
+
+
+def test_a_wrong_group_joins_only_where_it_was_seen() -> None:
+    elsewhere = cell("missing", 8, 7, role="tp", ranks=(1,), payload=4)
+    assert [code for code, _, _ in found([*moved("tp", "cp"), elsewhere]).values()].count("wrong_group") == 2
+
+
+def test_groups_confused() -> None:
+    cells = [*moved("tp", "cp", 4), *moved("cp", "tp", 2, "all_reduce")]
+    assert {code for code, _, _ in found(cells).values()} == {"groups_confused"}
+    assert sentence(cells) == (
+        "4 calls of tp a step run on cp, and 2 of cp on tp: the two groups are taken for each other."
+    )
+
+
+def test_groups_confused_where_cells_have_met_otherwise() -> None:
+    """What each role lacks and makes beyond is compared over all cells: a cell may have paired two that are not alike."""
+    cells = [
+        cell("excess", 4, 2, role="tp", op="all_reduce", expected=(expected(calls=4),)),
+        cell("excess", 2, 4, role="cp", expected=(expected("all_reduce", calls=2, role="cp"),)),
+    ]
+    assert {code for code, _, _ in found(cells).values()} == {"groups_confused"}
+
+
+def test_pipeline_on_the_default_group() -> None:
+    cells = moved("pp", "world", 8, "send")
+    assert found(cells)[0] == ("pipeline_on_default_group", "likely", (1,))
+    assert sentence(cells).startswith("8 calls between the stages a step run on the default group instead of the pipe")
+
+
+@pytest.mark.parametrize(("op", "code"), [("barrier", "barrier"), ("all_reduce", "extra_call")])
+@pytest.mark.parametrize("verdict", ["unknown", "unexpected"])
+def test_calls_of_the_loop(op: str, code: str, verdict: str) -> None:
+    one = cell(verdict, 0, 2, role="world", op=op, phase="other", dtype="float32", payload=4)
+    assert found([one, cell("match")]) == {0: (code, "likely", ())}
+    assert sentence([one]) == (
+        f"2 {op.replace('_', '-')}s over all ranks in every step, which no part of the job makes: the training loop's "
+        "own, or Megatron-LM's log of times, if it is written in every step (log_interval 1)."
+    )
+
+
+@pytest.mark.parametrize(
+    "near",
+    [
+        cell("unknown", 1, 1, role="world", op="all_reduce", phase="other", expected=(expected("all_reduce"),)),
+        cell("unknown", 0, 1, role="world", op="broadcast", phase="other"),
+        cell("unknown", 0, 1, role="mp", op="all_reduce", phase="other"),
+        cell("unknown", 0, 1, role="world", op="all_reduce", phase="forward"),
+    ],
+)
+def test_no_calls_of_the_loop(near: CellView) -> None:
+    assert found([near]) == {}
+
+
+def test_calls_of_one_rank_are_not_of_the_loop() -> None:
+    one = cell("unknown", 0, 1, role="world", op="barrier", phase="other")
+    assert found([one, cell("match", ranks=(1,))]) == {}
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+MODEL = Job(
+    world_size=4,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=8,
+    group_query_attention=True,
+    num_query_groups=2,
+    padded_vocab_size=256,
+    bf16=True,
+)
+
+
+def of_gradients(verdict: str, wanted: int, got: int, role: str = "dp_cp", **changes: Any) -> CellView:
+    """One all-reduce of float32 gradients: elements expected and made."""
+    component = "expert gradients" if role == "edp" else "gradients"
+    one = expected("all_reduce", 1, role=role, component=component, dtype="float32", in_elems=wanted, out_elems=wanted)
+    fields: dict[str, Any] = {
+        "role": role,
+        "op": "all_reduce",
+        "phase": "other",
+        "dtype": "float32",
+        "payload": 4 * (got or wanted),
+        "expected": (one,),
+    }
+    return cell(verdict, 1, int(got > 0), **{**fields, **changes})
+
+
+def layers(got: int, outside: int = 4, **changes: Any) -> CellView:
+    """A cell of 32 calls of the layers, 8 a layer, and some of the output layer."""
+    calls = (expected(), expected(calls=outside, component="output layer"))
+    return cell("missing" if got < 32 + outside else "match", 32 + outside, got, expected=calls, **changes)
+
+
+def test_layers_differ() -> None:
+    cells = [
+        layers(28, ranks=(2, 3)),
+        cell("missing", got=24, op="reduce_scatter", expected=(expected("reduce_scatter"),), ranks=(2, 3)),
+        of_gradients("missing", 4000, 3000, ranks=(2, 3)),
+        layers(36, ranks=(0, 1)),
+    ]
+    assert found(cells, Facts(MODEL)) == {
+        0: ("layers_differ", "likely", (1, 2)),
+        1: ("layers_differ", "likely", (0, 2)),
+        2: ("layers_differ", "likely", (0, 1)),
+    }
+    assert sentence(cells, Facts(MODEL)) == (
+        "Ranks 2, 3 make the calls of 3 layers a stage, the job gives 4: another number of layers was built there."
+    )
+    assert sentence([layers(28)], Facts(MODEL)).startswith(
+        "The run makes the calls of 3 layers a stage, the job gives 4:"
+    )
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param([layers(24, outside=0)], id="nothing beside the layers: it may be the micro-batches"),
+        pytest.param([layers(27)], id="no whole layer"),
+        pytest.param([layers(28), cell("missing", got=16)], id="two numbers"),
+        pytest.param(
+            [layers(28), cell("missing", 4, 3, expected=(expected(calls=4, component="output layer"),))],
+            id="beside them too",
+        ),
+    ],
+)
+def test_no_layers_differ(cells: list[CellView]) -> None:
+    assert "layers_differ" not in str(found(cells, Facts(MODEL)))
+
+
+def uncalled() -> list[CellView]:
+    return [layers(4), layers(4, phase="backward")]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "code", "sure", "words"),
+    [
+        (
+            {"userbuffers": 9},
+            "tp_comm_overlap_on",
+            "proven",
+            "9 kernels of TransformerEngine's userbuffers instead: tp_comm_",
+        ),
+        (
+            {"CUDA graph": 9},
+            "cuda_graph_on",
+            "proven",
+            "9 communication kernels of CUDA graphs instead: their calls were",
+        ),
+        (
+            {},
+            "outside_torch",
+            "likely",
+            "tp_comm_overlap or a CUDA graph carries them, which no record of calls shows;",
+        ),
+    ],
+)
+def test_carried_outside_torch(kernels: dict[str, int], code: str, sure: str, words: str) -> None:
+    facts = Facts(MODEL, kernels=kernels)
+    assert found(uncalled(), facts) == {0: (code, sure, (1,)), 1: (code, sure, (0,))}
+    assert "none of their 64 tensor-parallel calls a step" in sentence(uncalled(), facts)
+    assert words in sentence(uncalled(), facts)
+
+
+@pytest.mark.parametrize(
+    ("cells", "facts"),
+    [
+        pytest.param([layers(5), layers(4, phase="backward")], Facts(MODEL), id="one call of a layer"),
+        pytest.param([layers(4)], Facts(MODEL), id="one pass only"),
+        pytest.param([*uncalled(), cell("match", op="reduce_scatter")], Facts(MODEL), id="others are made"),
+        pytest.param(uncalled(), Facts(MODEL, kernels={"deepep": 9}), id="kernels of something else"),
+    ],
+)
+def test_not_carried_outside_torch(cells: list[CellView], facts: Facts) -> None:
+    assert not {"tp_comm_overlap_on", "cuda_graph_on", "outside_torch"} & {
+        c for c, _, _ in found(cells, facts).values()
+    }
+
+
+def test_tied_embedding_missing() -> None:
+    one = cell("missing", 1, 0, role="embedding", op="all_reduce", phase="other", expected=(expected("all_reduce", 1),))
+    assert found([one]) == {0: ("tied_embedding_missing", "likely", ())}
+    assert sentence([one]).endswith(
+        "not summed over them: its copies drift apart; or they are not tied in this run "
+        "(untie_embeddings_and_output_weights)."
+    )
+    untied = replace(JOB, untie_embeddings_and_output_weights=True)
+    assert found([one], Facts(JOB, untied)) == {0: ("tied_embedding_missing", "proven", ())}
+    assert found([replace(one, verdict="unknown")]) == {}
+
+
+EXPERTS = Job(world_size=4, num_experts=8, expert_model_parallel_size=2, expert_tensor_parallel_size=1, bf16=True)
+
+
+def no_exchange(dense: int) -> list[CellView]:
+    """1000 dense elements and 500 of half of the experts were expected; so many were reduced with the dense ones."""
+    exchange = expected("all_to_all", 8, role="ep", component="experts.dispatch")
+    return [
+        cell("missing", 8, 0, role="ep", op="all_to_all", expected=(exchange,)),
+        of_gradients("missing", 500, 0, role="edp"),
+        of_gradients("excess", 1000, dense),
+    ]
+
+
+def test_expert_parallel() -> None:
+    facts = Facts(EXPERTS)
+    assert found(no_exchange(2000), facts)[0] == ("expert_parallel", "proven", (1, 2))
+    assert sentence(no_exchange(2000), facts).endswith(
+        "the job says 2, and the gradients of the data-parallel group are longer by those of all 8 experts."
+    )
+
+
+def test_expert_parallel_without_the_experts_gradients() -> None:
+    others = found(no_exchange(1200), Facts(EXPERTS))
+    assert others[0] == ("expert_parallel", "likely", (1,))
+    assert others[2][0] == "size_differs"
+    captured = replace(EXPERTS, expert_model_parallel_size=1)
+    assert found(no_exchange(1200), Facts(EXPERTS, captured))[0] == ("expert_parallel", "proven", (1, 2))
+
+
+def test_experts_that_exchange_something_have_another_cause() -> None:
+    made = cell("match", 8, 8, role="tp_ep", op="all_gather", expected=(expected(calls=8, role="tp_ep"),))
+    assert "expert_parallel" not in {code for code, _, _ in found([*no_exchange(2000), made], Facts(EXPERTS)).values()}
+
+
+def keys(payload: int = 32768) -> CellView:
+    one = expected("send", 4, role="cp", component="attention: K and V")
+    return cell("excess", 4, 4, role="cp", op="send", payload=payload, expected=(one,))
+
+
+def test_query_groups() -> None:
+    """8 heads instead of 2 groups: 2 x 6 x 8 x 64 / 2 elements more in each of 4 layers."""
+    cells = [keys(), of_gradients("excess", 100_000, 100_000 + 4 * 3072)]
+    assert found(cells, Facts(MODEL)) == {0: ("query_groups", "proven", (1,)), 1: ("query_groups", "proven", (0,))}
+    assert sentence(cells, Facts(MODEL)) == (
+        "Keys and values are 4 times as large as the job's: those of 8 query groups instead of 2 (as many as heads: "
+        "group_query_attention is off in this run)."
+    )
+    assert found([keys(16384)], Facts(MODEL)) == {0: ("query_groups", "likely", ())}
+    assert found([keys(), of_gradients("excess", 100_000, 101_000)], Facts(MODEL))[1][0] == "padding"
+    assert found([keys(24576)], Facts(MODEL))[0][0] == "size_differs"  # 6 groups of 8 heads
+
+
+def rows_of_vocabulary(rows: int) -> CellView:
+    one = expected("all_reduce", 1, role="embedding", dtype="float32", in_elems=8192, out_elems=8192)
+    return cell(
+        "excess",
+        1,
+        1,
+        role="embedding",
+        op="all_reduce",
+        phase="other",
+        dtype="float32",
+        payload=rows * 128,
+        expected=(one,),
+    )
+
+
+def test_vocabulary_size() -> None:
+    """256 rows of 64, half of them on each tensor-parallel rank: 128 bytes of gradient a row there."""
+    cells = [rows_of_vocabulary(320), of_gradients("excess", 100_000, 102_048)]
+    assert found(cells, Facts(MODEL)) == {
+        0: ("vocabulary_size", "proven", (1,)),
+        1: ("vocabulary_size", "proven", (0,)),
+    }
+    assert sentence(cells, Facts(MODEL)).startswith("The word embedding has 320 rows, the job says 256:")
+    assert found([rows_of_vocabulary(320)], Facts(MODEL)) == {0: ("vocabulary_size", "likely", ())}
+    assert found([replace(rows_of_vocabulary(320), payload=41000)], Facts(MODEL))[0][0] == "size_differs"
+
+
+def test_gradients_in_one_call_were_not_overlapped() -> None:
+    job = replace(JOB, use_distributed_optimizer=True, overlap_grad_reduce=True)
+
+    def reduced(got: int, phase: str, **changes: Any) -> list[CellView]:
+        one = expected("reduce_scatter", 4, role="dp_cp", component="gradients", dtype="float32", phase="backward")
+        common: dict[str, Any] = {"role": "dp_cp", "op": "reduce_scatter", "dtype": "float32"}
+        return [
+            cell("missing", 4, 0, phase="backward", payload=16384, expected=(one,), **common),
+            cell("unexpected", 0, got, phase=phase, payload=65536 // got, **{**common, **changes}),
+        ]
+
+    assert found(reduced(1, "other"), Facts(job)) == {
+        0: ("overlap_grad_reduce_off", "likely", (1,)),
+        1: ("overlap_grad_reduce_off", "likely", (0,)),
+    }
+    assert sentence(reduced(1, "other"), Facts(job)) == (
+        "As many bytes of gradients as expected, in one call behind the backward passes instead of 4: overlap_grad_reduce "
+        "was off in this run."
+    )
+    captured = replace(job, overlap_grad_reduce=False)
+    assert found(reduced(1, "other"), Facts(job, captured))[0][1] == "proven"
+    assert found(reduced(1, "backward"), Facts(job))[0][0] == "bucket_size"
+    assert found(reduced(2, "other"), Facts(job))[0][0] == "overlap_grad_reduce_off"  # in another phase, in two calls
+    assert "one call" not in sentence(reduced(2, "other"), Facts(job))
+
+
+def test_sequence_parallelism_off_on_one_stage() -> None:
+    def stage(number: int, off: bool) -> list[CellView]:
+        if not off:
+            return [cell("match", stage=number, ranks=(number,))]
+        return [
+            cell("missing", got=0, stage=number, ranks=(number,)),
+            cell("excess", op="all_reduce", expected=(expected("reduce_scatter"),), stage=number, ranks=(number,)),
+            cell("missing", 1, 0, op="all_reduce", phase="other", dtype="float32", stage=number, ranks=(number,),
+                 expected=(expected("all_reduce", 1, component="norm gradients"),)),
+        ]  # fmt: skip
+
+    cells = [*stage(0, False), *stage(1, True)]
+    assert found(cells) == {
+        1: ("sequence_parallel_off", "proven", (2, 3)),
+        2: ("sequence_parallel_off", "proven", (1, 3)),
+        3: ("sequence_parallel_off", "proven", (1, 2)),
+    }
+    assert sentence(cells).endswith("all-reduce: it was off on stage 1, and not on the others.")
+    assert sentence([*stage(0, True), *stage(1, True)]).endswith("all-reduce: it was off in this run.")
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

@@ -1082,6 +1082,26 @@ def test_groups_that_contradict_the_layout(compare: Callable[..., Diff]) -> None
     )
 
 
+def test_messages_that_contradict_the_schedule(compare: Callable[..., Diff]) -> None:
+    """Two chunks a stage and 2 micro-batches, forward only: the first stage sends both chunks of each, 4; recorded is 1."""
+    job = job_with(
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, num_layers=4,
+        num_microbatches=2,
+    )  # fmt: skip
+    groups = {"pp": ("PIPELINE_MODEL_PARALLEL_GROUP", [0, 1])}
+    sent = calls(1, 64, op="send", group_id="pp", peer=1, out_elems=None)
+    found = compare({0: sent}, job, groups=groups, steps={"ProfilerStep#1": 1})
+    assert (
+        JobConflict(
+            "schedule",
+            4,
+            1,
+            "declared a pipeline schedule in which stage 0 sends 4 messages a step, observed 1",
+        )
+        in found.job_conflicts
+    )
+
+
 def test_the_world_size_is_the_runs_unless_stated(compare: Callable[..., Diff]) -> None:
     found = compare(both(*FORWARD), job_with(world_size=None), world=2)
     assert (found.job.world_size, found.coverage.ranks_declared, found.verdict) == (2, 2, "match")

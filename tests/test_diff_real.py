@@ -302,7 +302,7 @@ def test_the_documents_rules_name_the_regather(gloo: Callable[[str], Path]) -> N
     [
         ("tp2_sp_recompute_full", "tp2_sp", "recompute_full", "likely", 2),
         ("tp2_sp", "tp2_sp_recompute_full", "recompute_off", "proven", 2),
-        ("tp2", "tp2_sp", "sequence_parallel_off", "proven", 4),
+        ("tp2", "tp2_sp", "sequence_parallel_off", "proven", 5),
         ("tp2_sp", "tp2", "sequence_parallel_on", "proven", 4),
     ],
 )

@@ -45,7 +45,7 @@ NOT_CONSERVED = Cause(
 class CellView:
     """What a cause may look at of a cell. Calls are per rank and step; payload is of one call, rows are of a step.
 
-    transport: what carries expected traffic outside torch.distributed. varies, spread: as in matching.Cell.
+    transport: what carries expected traffic outside torch.distributed. varies, spread, stage: as in matching.Cell.
     """
 
     role: str | None
@@ -62,6 +62,7 @@ class CellView:
     transport: str = ""
     varies: bool = False
     spread: tuple[int, int, int] | None = None
+    stage: int | None = None
 
     @property
     def differs(self) -> bool:
@@ -98,12 +99,14 @@ class CellView:
 @dataclass(frozen=True)
 class Facts:
     """What a cause may look at besides cells: the job, what it said of itself, the rules, and what the megatron rules
-    expect of each rank where other rules are in force."""
+    expect of each rank where other rules are in force. kernels: transport -> how many kernels of it were recorded that no
+    recorded call explains, empty without kernels."""
 
     job: Job
     captured: Job | None = None
     rules: RuleSet = "megatron"
     megatron: Mapping[int, Sequence[ExpectedCall]] = field(default_factory=dict)
+    kernels: Mapping[str, int] = field(default_factory=dict)
 
 
 Found = Iterator[tuple[Cause, tuple[int, ...]]]
@@ -245,38 +248,51 @@ def _recompute_off(cells: Sequence[CellView], facts: Facts) -> Found:
 
 def _sequence_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
     """All-reduces where the job's sequence parallelism expects all-gather and reduce-scatter pairs, or the other way."""
-    everywhere = {
-        i: c
-        for i, c in enumerate(cells)
-        if c.role == "tp" and c.phase in ("forward", "backward", "recompute") and c.dtype == facts.job.activation_dtype
+    stages: dict[int | None, dict[int, CellView]] = {}
+    for i, c in enumerate(cells):
+        passes = c.phase in ("forward", "backward", "recompute") and c.dtype == facts.job.activation_dtype
+        if c.role == "tp" and (passes or _of_norms(c)):
+            stages.setdefault(c.stage, {})[i] = c
+    found: dict[tuple[str, bool], tuple[list[int | None], list[int]]] = {}
+    for stage, here in stages.items():
+        one = _sequence_parallel_in(here, facts)
+        if one is not None:
+            state, sure, joined = one
+            places, indices = found.setdefault((state, sure), ([], []))
+            places.append(stage)
+            indices += joined
+    words = {
+        "off": "The job has sequence parallelism on, but its tensor-parallel layers all-reduce: it was off",
+        "on": "The job has sequence parallelism off, but its tensor-parallel layers all-gather and reduce-scatter: it was on",
     }
-    if facts.job.sequence_parallel and any(c.verdict == "match" and c.op == "all_gather" for c in everywhere.values()):
-        return  # it was on: single operations that differ have another reason
-    layers = {i: c for i, c in everywhere.items() if c.differs}
+    for (state, sure), (places, indices) in found.items():
+        where = "in this run"
+        if len(places) < len(stages):
+            where = f"on stage {', '.join(str(p) for p in sorted(p or 0 for p in places))}, and not on the others"
+        sentence = f"{words[state]} {where}."
+        yield Cause(f"sequence_parallel_{state}", sentence, "proven" if sure else "likely"), tuple(sorted(indices))
+
+
+def _of_norms(cell: CellView) -> bool:
+    """Whether these are the gradients of norms, which sequence parallelism leaves different on each rank."""
+    return cell.differs and bool(cell.expected) and all(c.component == "norm gradients" for c in cell.expected)
+
+
+def _sequence_parallel_in(here: Mapping[int, CellView], facts: Facts) -> tuple[str, bool, list[int]] | None:
+    """Of one stage: off or on against the job, whether that is proven, and the cells; None: as the job has it."""
+    if facts.job.sequence_parallel and any(c.verdict == "match" and c.op == "all_gather" for c in here.values()):
+        return None  # it was on: single operations that differ have another reason
+    layers = {i: c for i, c in here.items() if c.differs and not _of_norms(c)}
     reduces = sum(c.calls_measured for c in layers.values() if c.op == "all_reduce")
     pairs = sum(c.calls_measured for c in layers.values() if c.op in ("all_gather", "reduce_scatter"))
     wanted = {c.op for cell in layers.values() for c in cell.expected}
-    joined = tuple(i for i, c in layers.items() if c.op in ("all_reduce", "all_gather", "reduce_scatter"))
+    joined = [i for i, c in here.items() if c.differs and c.op in ("all_reduce", "all_gather", "reduce_scatter")]
     said = facts.captured is not None and facts.captured.sequence_parallel != facts.job.sequence_parallel
     if facts.job.sequence_parallel and reduces > pairs and wanted & {"all_gather", "reduce_scatter"}:
-        yield (
-            Cause(
-                "sequence_parallel_off",
-                "The job has sequence parallelism on, but its tensor-parallel layers all-reduce: it was off in this run.",
-                "proven" if pairs == 0 or said else "likely",
-            ),
-            joined,
-        )
-    elif not facts.job.sequence_parallel and pairs > reduces and "all_reduce" in wanted:
-        yield (
-            Cause(
-                "sequence_parallel_on",
-                "The job has sequence parallelism off, but its tensor-parallel layers all-gather and reduce-scatter: it was "
-                "on in this run.",
-                "proven" if reduces == 0 or said else "likely",
-            ),
-            joined,
-        )
+        return "off", pairs == 0 or said, joined
+    if not facts.job.sequence_parallel and pairs > reduces and "all_reduce" in wanted:
+        return "on", reduces == 0 or said, joined
+    return None
 
 
 _EXPERTS = frozenset({"ep", "etp", "tp_ep"})
@@ -410,6 +426,36 @@ def _overlap(cells: Sequence[CellView], facts: Facts) -> Found:
         )
 
 
+def _not_overlapped(cells: Sequence[CellView], facts: Facts) -> Found:
+    """All gradients in one call behind the backward passes, where overlap has them in several during the last one.
+
+    Also in a first step, where overlapped gradients are late too, but in as many calls as there are buckets.
+    """
+    if not facts.job.overlap_grad_reduce or facts.job.forward_only:
+        return
+    found: dict[bool, list[int]] = {}
+    calls: list[tuple[int, int]] = []
+    for _, op, here in _data_cells(cells):
+        wanted, made = (sum(cells[i].calls_expected for i in here), sum(cells[i].calls_measured for i in here))
+        phases = {cells[i].phase for i in here if cells[i].calls_measured}
+        alone = made == 1 and wanted > 1 and "backward" not in phases and _alike_in_bytes(cells, here)
+        if alone and (op != "all_gather" or not facts.job.overlap_param_gather):
+            found.setdefault(op == "all_gather", []).extend(i for i in here if cells[i].differs)
+            if op != "all_gather":
+                calls.append((made, wanted))
+    if not calls:
+        return
+    yield (
+        Cause(
+            "overlap_grad_reduce_off",
+            f"As many bytes of gradients as expected, in one call behind the backward passes instead of {calls[0][1]}: "
+            "overlap_grad_reduce was off in this run.",
+            "proven" if _captured(facts, "overlap_grad_reduce") else "likely",
+        ),
+        (*found[False], *found.get(True, ())),
+    )
+
+
 def _buckets(cells: Sequence[CellView], facts: Facts) -> Found:
     """As many bytes in another number of calls: gradients or parameters cut into other buckets."""
     for _, op, here in _data_cells(cells):
@@ -456,6 +502,10 @@ def _gathered_twice(cells: Sequence[CellView], _: Facts) -> Found:
             )
 
 
+_OF_EXPERTS = frozenset({"ep", "etp", "tp_ep", "edp", "intra_edp", "tp_ep_pp"})
+"""Roles whose groups follow from the degrees of the experts."""
+
+
 def _expert_tensor_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
     """Gathers and scatters between expert tensor-parallel ranks that the job does not have, or that are missing."""
     here = {i: c for i, c in enumerate(cells) if c.role == "etp" and c.verdict != "unknown"}
@@ -474,6 +524,379 @@ def _expert_tensor_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
             "expert_tensor_parallel",
             f"{words}: expert_tensor_parallel_size differs (where it is not set it is the tensor-parallel size).",
             "proven" if said else "likely",
+        ),
+        # the other groups of the experts follow from it
+        (*joined, *(i for i, c in enumerate(cells) if c.role in _OF_EXPERTS - {"etp"} and c.differs)),
+    )
+
+
+def _expert_parallel(cells: Sequence[CellView], facts: Facts) -> Found:
+    """No exchange of tokens between ranks, and the gradients of all experts among the dense ones."""
+    degree = facts.job.expert_model_parallel_size
+    exchanges = [c for c in cells if c.role in _EXPERTS and not c.transport and c.verdict != "unknown"]
+    if degree == 1 or not any(c.expected for c in exchanges) or any(c.calls_measured for c in exchanges):
+        return
+    joined = [i for i, c in enumerate(cells) if c.role in _OF_EXPERTS and c.differs]
+    gradients = [i for i, c in enumerate(cells) if c.role in ("dp_cp", "intra_dp_cp") and c.differs]
+    own = {(c.ranks, c.steps): _gradient_bytes(cells, c, ("edp", "intra_edp"))[0] * degree for c in cells}
+    whole = bool(gradients) and all(
+        _near(_gradient_bytes(cells, c)[1], _gradient_bytes(cells, c)[0] + own[c.ranks, c.steps])
+        for c in (cells[i] for i in gradients)
+    )
+    said = facts.captured is not None and facts.captured.expert_model_parallel_size == 1
+    beside = (
+        f"and the gradients of the data-parallel group are longer by those of all {facts.job.num_experts} experts"
+        if whole
+        else "or the layers have no experts in this run"
+    )
+    yield (
+        Cause(
+            "expert_parallel",
+            "No rank sends tokens to another one's experts: expert_model_parallel_size was 1 (as where it is not set), the "
+            f"job says {degree}, {beside}.",
+            "proven" if whole or said else "likely",
+        ),
+        (*joined, *(gradients if whole or said else ())),
+    )
+
+
+def _gradient_bytes(
+    cells: Sequence[CellView], place: CellView, roles: Sequence[str] = ("dp_cp", "intra_dp_cp")
+) -> tuple[int, int | None]:
+    """Bytes of gradients that were expected and made on the ranks and steps of a cell; None: not known."""
+    wanted, made = 0, 0
+    known = True
+    for c in cells:
+        reduces = c.op in ("all_reduce", "reduce_scatter", "all_to_all")
+        if c.role not in roles or not reduces or not set(place.ranks) <= set(c.ranks) or c.steps != place.steps:
+            continue
+        of_gradients = sum(e.payload_bytes * e.calls for e in c.expected if "gradients" in e.component)
+        if not of_gradients and c.expected:
+            continue
+        wanted += of_gradients
+        known = known and c.bytes_measured is not None
+        made += c.bytes_measured or 0
+    return wanted, made if known else None
+
+
+def _near(size: int | None, wanted: int) -> bool:
+    """Whether a size of buckets is what was reckoned: padding makes it up to a percent longer or shorter."""
+    return size is not None and abs(size - wanted) * 100 <= wanted
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+_PARTS_OF_LAYERS = ("attention", "mlp", "router", "experts", "shared expert", "saved activations")
+
+
+def _split_by_layers(cell: CellView) -> tuple[int, int]:
+    """Expected calls of a cell that layers make, and those that something else makes."""
+    inside = sum(c.calls for c in cell.expected if c.component.startswith(_PARTS_OF_LAYERS))
+    return inside, sum(c.calls for c in cell.expected) - inside
+
+
+def _in_passes(cell: CellView) -> bool:
+    return cell.phase in ("forward", "backward", "recompute") and cell.verdict != "unknown" and bool(cell.expected)
+
+
+def _layers(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Calls of the layers scaled by one number of layers, all other calls of the passes as expected."""
+    if facts.job.num_layers is None:
+        return
+    places = dict.fromkeys((c.ranks, c.steps) for c in cells if _in_passes(c) and c.differs)
+    found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for ranks, steps in places:
+        stage = facts.job.layout.stage(ranks[0])
+        layers = len(facts.job.layers_on_stage(stage))
+        numbers: set[Fraction] = set()
+        anchored = False
+        here = [c for c in cells if _in_passes(c) and set(ranks) <= set(c.ranks) and set(steps) <= set(c.steps)]
+        for c in here:
+            inside, outside = _split_by_layers(c)
+            if inside:
+                numbers.add(Fraction((c.calls_measured - outside) * layers, inside))
+            elif c.calls_measured != outside:
+                break  # something else differs too
+            anchored = anchored or outside > 0
+        else:
+            share = numbers.pop() if len(numbers) == 1 else Fraction(0)
+            if not anchored or share.denominator != 1 or not 0 < share != layers:
+                continue
+            joined, members = found.setdefault((int(share), layers), ([], []))
+            members += ranks
+            joined += [
+                i
+                for i, c in enumerate(cells)
+                if c.differs and set(c.ranks) <= set(ranks) and (_in_passes(c) or _of_norms(c) or c.role in _DATA)
+            ]
+    present = {r for c in cells for r in c.ranks}
+    for (number, layers), (joined, members) in found.items():
+        some = set(members) != {
+            r for r in present if facts.job.layout.stage(r) in {facts.job.layout.stage(m) for m in members}
+        }
+        who = f"Ranks {', '.join(map(str, sorted(set(members))[:16]))} make" if some else "The run makes"
+        yield (
+            Cause(
+                "layers_differ",
+                f"{who} the calls of {number} layer{'' if number == 1 else 's'} a stage, the job gives {layers}: another "
+                "number of layers was built there.",
+                "likely",
+            ),
+            tuple(dict.fromkeys(joined)),
+        )
+
+
+def _carried_outside(cells: Sequence[CellView], facts: Facts) -> Found:
+    """No collective of the layers' tensor parallelism, and all others of it: something else than torch carries them."""
+    here = {i: c for i, c in enumerate(cells) if c.role == "tp" and _in_passes(c) and not c.transport}
+    gone = {i: c for i, c in here.items() if _split_by_layers(c)[0] and c.differs}
+    if not {"forward", "backward"} <= {c.phase for c in gone.values()}:
+        return
+    if any(c.calls_measured > _split_by_layers(c)[1] for c in gone.values()):
+        return
+    if any(_split_by_layers(c)[0] and not c.differs for c in here.values()):
+        return
+    calls = sum(_split_by_layers(c)[0] for c in gone.values() if c.ranks == next(iter(gone.values())).ranks)
+    words = {
+        "userbuffers": (
+            "tp_comm_overlap_on",
+            "kernels of TransformerEngine's userbuffers",
+            "tp_comm_overlap is on in this run",
+        ),
+        "CUDA graph": (
+            "cuda_graph_on",
+            "communication kernels of CUDA graphs",
+            "their calls were captured (cuda_graph_impl)",
+        ),
+    }
+    for transport, (code, kernels, why) in words.items():
+        if facts.kernels.get(transport):
+            yield (
+                Cause(
+                    code,
+                    f"The layers make none of their {calls} tensor-parallel calls a step, and the run holds "
+                    f"{facts.kernels[transport]:,} {kernels} instead: {why}, the job does not say so.",
+                    "proven",
+                ),
+                tuple(gone),
+            )
+            return
+    if not facts.kernels and facts.job.transformer_impl == "transformer_engine":
+        yield (
+            Cause(
+                "outside_torch",
+                f"The layers make none of their {calls} tensor-parallel calls a step: tp_comm_overlap or a CUDA graph "
+                "carries them, which no record of calls shows; a trace with kernels tells which.",
+                "likely",
+            ),
+            tuple(gone),
+        )
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+_Kind = tuple[str | None, str | None, str | None, int | None]
+"""Operation, phase, element type and payload of a call."""
+
+
+def _moved(cells: Sequence[CellView], rank: int, step: int) -> dict[tuple[str, str], int]:
+    """(role, another role) -> calls of one rank's step that all the first lacks and the other has beyond the expected."""
+    lost: dict[str, Counter[_Kind]] = {}
+    gained: dict[str, Counter[_Kind]] = {}
+    for c in cells:
+        if c.role is None or c.varies or c.transport or rank not in c.ranks or step not in c.steps:
+            continue
+        if not c.differs:
+            continue
+        for e in c.expected:
+            lost.setdefault(c.role, Counter())[e.op, c.phase, e.dtype, e.payload_bytes] += e.calls
+        gained.setdefault(c.role, Counter())[c.op, c.phase, c.dtype, c.payload] += c.calls_measured
+    for role in lost.keys() & gained.keys():
+        both = lost[role] & gained[role]
+        lost[role], gained[role] = lost[role] - both, gained[role] - both
+    return {
+        (one, other): lacking.total()
+        for one, lacking in lost.items()
+        for other, beyond in gained.items()
+        if one != other and lacking.total() and lacking <= beyond
+    }
+
+
+def _wrong_group(cells: Sequence[CellView], _: Facts) -> Found:
+    """What one role lacks is made on another, alike in all else."""
+    places = dict.fromkeys(
+        (c.ranks[0], c.steps[0]) for c in cells if c.differs and c.expected and c.surplus < 0 and not c.varies
+    )
+    found: dict[tuple[str, str], tuple[int, int | None, list[tuple[int, int]]]] = {}
+    for rank, step in places:
+        moves = _moved(cells, rank, step)
+        for (source, target), calls in moves.items():
+            if (target, source) not in found:
+                found.setdefault((source, target), (calls, moves.get((target, source)), []))[2].append((rank, step))
+    for (source, target), (calls, back, where) in found.items():
+        number = f"{calls} call{'' if calls == 1 else 's'}"
+        if (source, target) == ("pp", "world"):
+            code = "pipeline_on_default_group"
+            words = (
+                f"{number} between the stages a step run on the default group instead of the pipeline's: single messages of "
+                "the second of two stages do, so batch_p2p_comm is off in this run, or the release is another one."
+            )
+        elif back is not None:
+            code = "groups_confused"
+            words = (
+                f"{number} of {source} a step run on {target}, and {back} of {target} on {source}: the two groups are taken "
+                "for each other."
+            )
+        else:
+            code = "wrong_group"
+            words = (
+                f"{number} a step that belong{'s' if calls == 1 else ''} on {source} run{'s' if calls == 1 else ''} on "
+                f"{target}, alike in all else: a wrong group was given, or another release uses it."
+            )
+        yield (
+            Cause(code, words, "likely"),
+            tuple(
+                i
+                for i, c in enumerate(cells)
+                if c.differs
+                and c.role in (source, target)
+                and not c.varies
+                and any(rank in c.ranks and step in c.steps for rank, step in where)
+            ),
+        )
+
+
+def _calls_of_the_loop(cells: Sequence[CellView], _: Facts) -> Found:
+    """Calls over all ranks that nothing expects: barriers and reductions that the training loop makes by itself."""
+    present = {r for c in cells for r in c.ranks}
+    for i, c in enumerate(cells):
+        if c.role != "world" or c.expected or not c.calls_measured or c.phase != "other" or set(c.ranks) != present:
+            continue
+        if c.verdict not in ("unknown", "unexpected") or c.op not in ("barrier", "all_reduce", "all_gather"):
+            continue
+        number = f"{c.calls_measured} {c.op.replace('_', '-')}{'' if c.calls_measured == 1 else 's'}"
+        yield (
+            Cause(
+                "barrier" if c.op == "barrier" else "extra_call",
+                f"{number} over all ranks in every step, which no part of the job makes: the training loop's own, or "
+                "Megatron-LM's log of times, if it is written in every step (log_interval 1).",
+                "likely",
+            ),
+            (i,),
+        )
+
+
+def _tied_embedding(cells: Sequence[CellView], facts: Facts) -> Found:
+    """The gradients of an embedding that stages share are not summed."""
+    joined = tuple(
+        i for i, c in enumerate(cells) if c.role == "embedding" and c.verdict == "missing" and not c.calls_measured
+    )
+    if not joined:
+        return
+    untied = facts.captured is not None and facts.captured.untie_embeddings_and_output_weights
+    other = (
+        "the captured job has untie_embeddings_and_output_weights."
+        if untied
+        else "its copies drift apart; or they are not tied in this run (untie_embeddings_and_output_weights)."
+    )
+    yield (
+        Cause(
+            "tied_embedding_missing",
+            "The gradients of the word embedding, which the first and the last stage share, are not summed over them: "
+            f"{other}",
+            "proven" if untied else "likely",
+        ),
+        joined,
+    )
+
+
+# -- sizes of the model ------------------------------------------------------------------------------------------------
+
+
+def _with_gradients(
+    cells: Sequence[CellView], joined: Sequence[int], elems: Mapping[int, int]
+) -> tuple[tuple[int, ...], bool]:
+    """The cells, and the data-parallel ones of ranks whose gradients are longer by what was reckoned; whether all are.
+
+    elems: rank -> gradient elements beyond the expected ones.
+    """
+    more: list[int] = []
+    fitting = True
+    for i, c in enumerate(cells):
+        if c.role not in ("dp_cp", "intra_dp_cp") or not c.differs:
+            continue
+        size = next((traffic.element_bytes(e.dtype) for e in c.expected if "gradients" in e.component), None)
+        wanted, made = _gradient_bytes(cells, c)
+        if size is None and more:
+            more.append(i)  # parameters are as long as their gradients
+            continue
+        beyond = elems.get(c.ranks[0], 0) * (size or 0)
+        if made is not None and beyond and abs(made - wanted - beyond) * 100 <= abs(beyond):
+            more.append(i)
+        else:
+            fitting = False
+    return (*joined, *more), bool(more) and fitting
+
+
+def _query_groups(cells: Sequence[CellView], facts: Facts) -> Found:
+    """Keys and values of context parallelism, all larger or smaller by one factor."""
+    job = facts.job
+    heads, groups = job.num_attention_heads, job.num_query_groups
+    if heads is None or groups is None:
+        return
+    here = {
+        i: c
+        for i, c in enumerate(cells)
+        if c.role in ("cp", "cp_l1")
+        and c.paired
+        and c.payload is not None
+        and all(e.component.startswith("attention: ") and set(e.component) & {"K", "V"} for e in c.expected)
+    }
+    numbers = {
+        Fraction(c.payload or 0, e.payload_bytes) * groups for c in here.values() for e in c.expected if e.payload_bytes
+    }
+    number = numbers.pop() if len(numbers) == 1 else Fraction(0)
+    if number.denominator != 1 or number in (0, groups) or heads % int(number):
+        return
+    wide = (
+        2 * (int(number) - groups) * (job.kv_channels or 0) * (job.hidden_size or 0) // job.tensor_model_parallel_size
+    )
+    elems = {r: wide * len(job.layers_on_stage(job.layout.stage(r))) for c in here.values() for r in c.ranks}
+    joined, confirmed = _with_gradients(cells, tuple(here), elems)
+    ignored = number == heads
+    yield (
+        Cause(
+            "query_groups",
+            f"Keys and values are {float(number / groups):g} times as large as the job's: those of {int(number)} query "
+            f"groups instead of {groups}"
+            + (" (as many as heads: group_query_attention is off in this run)" if ignored else "")
+            + ".",
+            "proven" if confirmed or _captured(facts, "num_query_groups") else "likely",
+        ),
+        joined,
+    )
+
+
+def _vocabulary(cells: Sequence[CellView], facts: Facts) -> Found:
+    """The gradients of a shared word embedding have another number of rows."""
+    job = facts.job
+    hidden, padded, tp = job.hidden_size, job.padded_vocab_size, job.tensor_model_parallel_size
+    here = {i: c for i, c in enumerate(cells) if c.role == "embedding" and c.paired and c.elements is not None}
+    if not here or not hidden or not padded:
+        return
+    numbers = {Fraction((c.elements or 0) * tp, hidden) for c in here.values()}
+    number = numbers.pop() if len(numbers) == 1 else Fraction(1, 2)
+    if number.denominator != 1 or number in (0, padded):
+        return
+    elems = {r: (int(number) - padded) // tp * hidden for c in here.values() for r in c.ranks}
+    joined, confirmed = _with_gradients(cells, tuple(here), elems)
+    yield (
+        Cause(
+            "vocabulary_size",
+            f"The word embedding has {int(number):,} rows, the job says {padded:,}: the vocabulary is another one, or is "
+            "padded to another multiple (make_vocab_size_divisible_by).",
+            "proven" if confirmed or _captured(facts, "padded_vocab_size") else "likely",
         ),
         joined,
     )
@@ -678,18 +1101,27 @@ def _elements(call: ExpectedCall) -> int | None:
 TABLE: tuple[Rule, ...] = (
     _beyond_the_document,
     _outside_off,
+    _calls_of_the_loop,
+    _wrong_group,
     _sequence_parallel,
     _recompute_on,
     _recompute_off,
     _context_variant,
     _distributed_optimizer,
+    _not_overlapped,
     _overlap,
     _buckets,
     _gathered_twice,
     _expert_tensor_parallel,
+    _expert_parallel,
     _virtual_stages,
     _shared_experts,
     _scaled_counts,
+    _layers,
+    _carried_outside,
+    _tied_embedding,
+    _query_groups,
+    _vocabulary,
     _capacity,
     _wide_reduction,
     _dtype_differs,

@@ -7,7 +7,7 @@ out alike on several ranks and steps are shown once, with those ranks and steps;
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,11 +17,23 @@ import pyarrow as pa
 
 from traceanalyzer import attribute, axes, causes, intervals, schema, traffic
 from traceanalyzer.attribute import places, roles
+from traceanalyzer.display import Tabular
 from traceanalyzer.errors import InputError, JobError
 from traceanalyzer.expect import expected, versions
-from traceanalyzer.expect.model import Expectation, ExpectedCall, RuleSet
+from traceanalyzer.expect.model import Expectation, ExpectedCall, NotModelled, RuleSet
 from traceanalyzer.job import Job, conflicts
-from traceanalyzer.matching import DIFFERS, Cell, Figures, Measured, Spread, StepMatch, with_patterns
+from traceanalyzer.matching import (
+    DIFFERS,
+    REPLAYED,
+    Cell,
+    Figures,
+    Measured,
+    Spread,
+    StepMatch,
+    times_of,
+    total,
+    with_patterns,
+)
 from traceanalyzer.run import Run
 
 Steps = dict[tuple[int, int], list[Measured]]
@@ -90,7 +102,7 @@ class ReleaseApart:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Tabular):
     """The whole comparison. ``verdict``: match, differs, cannot be judged.
 
     ``version``: the releases of megatron-core that fit the run best, out of ``versions_tried``; ``versions_apart``: what
@@ -151,22 +163,15 @@ def diff(
     found = attribute.attach(run, used)
     if captured is not None and intended is not None:
         problems += [_captured_conflict(c.field, c.intended, c.captured) for c in conflicts(captured, intended)]
-    problems += [
-        JobConflict(
-            "layout" if isinstance(c, attribute.inference.LayoutConflict) else f"groups of role {c.role}",
-            c.declared,
-            c.observed,
-            c.sentence,
-        )
-        for c in found.conflicts
-    ]
+    problems += [JobConflict(_field_of(c), c.declared, c.observed, c.sentence) for c in found.conflicts]
     measured, outside = _measure(run, used.layout)
     _add_silent_steps(measured, found.steps)
     if not measured and not run.value("SELECT count(*) FROM rank WHERE rank IS NOT NULL"):
         raise InputError(
             f"{run.source}: no rank is known in it, so nothing can be expected of it. Import the trace with --rank N."
         )
-    judged = _judge(run, used, captured if intended is not None else None, measured, rules, tolerance)
+    apart = frozenset(c.role for c in found.conflicts if isinstance(c, roles.GroupConflict))
+    judged = _judge(run, used, captured if intended is not None else None, measured, rules, tolerance, apart)
     coverage = _coverage(run, judged.measured, outside, found, judged.cells, world)
     return Diff(
         source=run.source,
@@ -199,8 +204,19 @@ class _Judged(NamedTuple):
     first_step: int | None = None
 
 
-def _judge(run: Run, job: Job, captured: Job | None, measured: Steps, rules: RuleSet, tolerance: float) -> _Judged:
-    """Every complete step against the releases that come into question; without such a step, none could be tried."""
+def _judge(
+    run: Run,
+    job: Job,
+    captured: Job | None,
+    measured: Steps,
+    rules: RuleSet,
+    tolerance: float,
+    apart: frozenset[str] = frozenset(),
+) -> _Judged:
+    """Every complete step against the releases that come into question; without such a step, none could be tried.
+
+    apart: roles whose recorded groups are not those of the job's layout.
+    """
     if not measured:
         return _Judged((), measured, "none could be tried", (), ())
     present = sorted({rank for rank, _ in measured})
@@ -209,12 +225,12 @@ def _judge(run: Run, job: Job, captured: Job | None, measured: Steps, rules: Rul
     recorded = _in_window(job, seen)
     tried = _expect(recorded, present, rules)
     megatron = _megatron_rows(recorded, present, rules)
-    compare = _Comparison(measured, megatron, seen, job.layout, tolerance)
+    compare = _Comparison(measured, megatron, seen, job.layout, tolerance, apart)
     outcomes = [(words, compare.release(wanted)) for words, wanted in tried]
     # the newest of those that leave the least open
     best = min(reversed(outcomes), key=lambda outcome: outcome[1].open)[1]
     _settle(run, best.measured)
-    facts = causes.Facts(job, captured, rules, megatron)
+    facts = causes.Facts(job, captured, rules, megatron, _kernels_outside(run))
     return _Judged(
         cells=tuple(_explain(_order(_with_kernels(run, best.cells)), facts)),
         measured=best.measured,
@@ -255,6 +271,17 @@ def _in_the_runs_world(run: Run, job: Job) -> tuple[Job, int | None, list[JobCon
         return attribute.in_world_of(run, job), recorded or job.world_size, []
     sentence = f"world_size: the job says {job.world_size}, the run recorded {recorded} (the diff uses the job's)"
     return job, job.world_size, [JobConflict("world_size", job.world_size, recorded, sentence)]
+
+
+def _field_of(
+    found: attribute.roles.Conflict | attribute.inference.LayoutConflict | attribute.order.ScheduleConflict,
+) -> str:
+    """What of the job a conflict with the observed groups or messages is about."""
+    if isinstance(found, attribute.inference.LayoutConflict):
+        return "layout"
+    if isinstance(found, attribute.order.ScheduleConflict):
+        return "schedule"
+    return f"groups of role {found.role}"
 
 
 def _captured_conflict(name: str, intended: Any, captured: Any) -> JobConflict:
@@ -330,12 +357,16 @@ _CALL_TIME = pa.schema(
 )
 
 _MEASURE = """
-WITH numbered AS (
+WITH first_call AS (
+  SELECT rank, coalesce_id, min(call_id) AS call_id FROM recorded_comm
+  WHERE rank IS NOT NULL AND coalesce_id IS NOT NULL GROUP BY ALL
+),
+numbered AS (
   -- a kernel that several calls share counts its time once: on the first of them
   SELECT c.*, t.time_ns AS kernel_ns, t.exposed_ns AS kernel_exposed_ns,
-         c.coalesce_id IS NULL
-           OR row_number() OVER (PARTITION BY c.rank, c.coalesce_id ORDER BY c.call_id) = 1 AS first_of_its_kernels
-  FROM comm c LEFT JOIN call_time t ON t.rank IS NOT DISTINCT FROM c.rank AND t.coalesce_id = c.coalesce_id
+         c.coalesce_id IS NULL OR c.call_id = l.call_id AS first_of_its_kernels
+  FROM comm c LEFT JOIN call_time t ON t.rank = c.rank AND t.coalesce_id = c.coalesce_id
+  LEFT JOIN first_call l ON l.rank = c.rank AND l.coalesce_id = c.coalesce_id
   WHERE c.rank IS NOT NULL
 )
 SELECT rank, step, step_complete, role, role_evidence, op, phase, dtype, in_elems, out_elems, group_size, payload_bytes,
@@ -396,7 +427,7 @@ def _measured(row: Mapping[str, Any], layout: axes.Layout) -> Measured:
         payload=row["payload_bytes"],
         component=row["component"],
         calls=row["calls"],
-        off_rank=None if off_rank is None else off_rank * row["calls"],
+        off_rank=off_rank if off_rank is None or row["calls"] == 1 else off_rank * row["calls"],
         time_ns=row["time_ns"],
         exposed_ns=row["exposed_ns"],
         width=traffic.row_elems(row["in_elems"], row["in_splits"], row["out_elems"], row["out_splits"])
@@ -543,6 +574,31 @@ class _Outcome(NamedTuple):
         return sum(c.places for c in self.cells if c.verdict != "match")
 
 
+class _Matched(NamedTuple):
+    """One rank's step: its rows with settled roles, its cells, and the expected phases that the window lacks."""
+
+    rows: list[Measured]
+    cells: list[tuple[Cell, Figures]]
+    left_out: list[str]
+
+
+class _Wanted(NamedTuple):
+    """The calls of an expectation (``whole``) that a recording can hold, also by role, each with the number of its kind."""
+
+    whole: Sequence[ExpectedCall]
+    calls: list[ExpectedCall]
+    left_out: list[str]
+    of_role: dict[str | None, tuple[int, tuple[ExpectedCall, ...]]]
+
+
+class _Part(NamedTuple):
+    """The rows of one role in a step; equal numbers: alike but for the times. -1: no rows."""
+
+    role: str | None
+    rows: list[Measured]
+    number: int
+
+
 class _Comparison:
     """All measured steps against one expectation after the other; what is the same in two of them is matched once."""
 
@@ -553,13 +609,19 @@ class _Comparison:
         seen: Mapping[str, bool | None],
         layout: axes.Layout,
         tolerance: float,
+        apart: frozenset[str] = frozenset(),
     ) -> None:
         self._measured = dict(sorted(measured.items()))
+        self._apart = apart
         self._megatron = megatron
         self._seen = seen
         self._layout = layout
         self._tolerance = tolerance
-        self._done: dict[tuple[int, int, int], tuple[list[Measured], list[tuple[Cell, Figures]], list[str]]] = {}
+        self._done: dict[tuple[int, int, int], _Matched] = {}
+        self._wanted_of: dict[tuple[int, frozenset[Any] | None], _Wanted] = {}
+        self._number: dict[Any, int] = {}
+        self._parts_of: dict[tuple[int, int], tuple[list[Measured], list[_Part]]] = {}
+        self._part_done: dict[tuple[Any, ...], list[tuple[Cell, Figures, tuple[int, ...]]]] = {}
 
     def release(self, wanted: _Expected) -> _Outcome:
         """All steps; the earliest also as a first step after start or evaluation, which it is where that fits better."""
@@ -575,31 +637,105 @@ class _Comparison:
     ) -> _Outcome:
         """What each rank is expected to send: ``in_step`` for the steps it names, else ``expected_of``."""
         found: dict[Cell, dict[tuple[int, int], Figures]] = defaultdict(dict)
+        same: dict[
+            int, dict[tuple[int, int], Figures]
+        ] = {}  # by the cell's identity: steps that are alike share theirs
         settled: Steps = {}
         left_out = [phase for phase, sign in self._seen.items() if sign is False and self._seen["backward"] is False]
         for rank, step in self._measured:
             expectation = in_step.get(step, expected_of)[rank]
-            settled[rank, step], cells, phases = self._matched(rank, step, expectation)
-            left_out += phases
-            for cell, figures in cells:
-                found[cell][rank, step] = figures
-        cells_by_place = [one for cell, where in _conserved(found, self._layout) for one in _by_place(cell, where)]
+            matched = self._matched(rank, step, expectation)
+            settled[rank, step] = matched.rows
+            left_out += matched.left_out
+            for cell, figures in matched.cells:
+                where = same.get(id(cell))
+                if where is None:
+                    where = same[id(cell)] = found[cell]
+                where[rank, step] = figures
+        cells_by_place = [
+            one for cell, where in _conserved(found, self._layout, self._apart) for one in _by_place(cell, where)
+        ]
         return _Outcome(cells_by_place, settled, tuple(dict.fromkeys(left_out)))
 
-    def _matched(
-        self, rank: int, step: int, expectation: Expectation
-    ) -> tuple[list[Measured], list[tuple[Cell, Figures]], list[str]]:
-        """One rank's step: its rows with settled roles, its cells, and the expected phases that the window lacks."""
+    def _matched(self, rank: int, step: int, expectation: Expectation) -> _Matched:
+        """One rank's step, role by role; what another rank's step or another release has done already is taken over."""
         key = rank, step, id(expectation.calls)
         if key not in self._done:
             rows = self._measured[rank, step]
-            wanted, phases = _of_phases_seen(expectation.calls, rows, self._seen)
-            # which group a call is on does not depend on the rules: patterns are those of the real code
-            real = _of_phases_seen(self._megatron[rank], rows, self._seen)[0] if rank in self._megatron else wanted
-            named = [self._with_off_rank(m, rank) for m in with_patterns(rows, real)]
-            match = StepMatch(wanted, named, expectation.not_modelled, self._layout, self._tolerance)
-            self._done[key] = named, match.cells(self._layout.stage(rank)), phases
+            wanted = self._wanted(expectation.calls, rows)
+            if (rank, step) in self._parts_of:
+                named, parts = self._parts_of[rank, step]
+            else:
+                # which group a call is on does not depend on the rules: patterns are those of the real code
+                real = self._wanted(self._megatron[rank], rows) if rank in self._megatron else wanted
+                named = [self._with_off_rank(m, rank) for m in with_patterns(rows, real.calls)]
+                parts = self._parts(named)
+                if all(m.role is not None for m in rows):  # then no expectation settles a role
+                    self._parts_of[rank, step] = named, parts
+            cells = self._match(parts, wanted, expectation.not_modelled, rank)
+            self._done[key] = _Matched(named, cells, wanted.left_out)
         return self._done[key]
+
+    def _match(
+        self, parts: list[_Part], wanted: _Wanted, gaps: tuple[NotModelled, ...], rank: int
+    ) -> list[tuple[Cell, Figures]]:
+        """The cells of one rank's step, of each role by itself."""
+        stage = self._layout.stage(rank)
+        measured = {part.role: part for part in parts}
+        nameless = measured[None] if None in measured else _Part(None, [], -1)
+        cells: list[tuple[Cell, Figures]] = []
+        for role in dict.fromkeys([*wanted.of_role, *measured]):
+            number, calls = wanted.of_role.get(role, (-1, ()))
+            part = measured.get(role) or _Part(role, [], -1)
+            key = role, stage, part.number, number, nameless.number, self._numbered(gaps)
+            done = self._part_done.get(key)
+            if done is None:
+                others = () if role is None else nameless.rows
+                match = StepMatch(calls, part.rows, gaps, self._layout, self._tolerance, others)
+                place = {id(row): i for i, row in enumerate(part.rows)}
+                done = self._part_done[key] = [
+                    (cell, figures, tuple(place[id(row)] for row in rows)) for cell, figures, rows in match.cells(stage)
+                ]
+                cells += [(cell, figures) for cell, figures, _ in done]
+            else:
+                cells += [(cell, _of_rows(figures, [part.rows[i] for i in rows])) for cell, figures, rows in done]
+        return cells
+
+    def _numbered(self, what: Hashable) -> int:
+        """A number for everything that equals this: quick to compare."""
+        return self._number.setdefault(what, len(self._number))
+
+    def _parts(self, rows: Sequence[Measured]) -> list[_Part]:
+        """The rows of a step by role. Steps with a role's rows alike, but for the times, have one number for it.
+
+        The sizes of routed exchanges are no two steps' alike: it is not tried.
+        """
+        by_role: dict[str | None, list[Measured]] = defaultdict(list)
+        for m in rows:
+            by_role[m.role].append(m)
+        return [
+            _Part(
+                role,
+                part,
+                self._numbered(object())
+                if any(m.width is not None for m in part)
+                else self._numbered(tuple(self._numbered(m.bare) for m in part)),
+            )
+            for role, part in by_role.items()
+        ]
+
+    def _wanted(self, calls: Sequence[ExpectedCall], rows: Sequence[Measured]) -> _Wanted:
+        """What of an expectation the recording can hold, by role."""
+        looks = _looks(rows) if False in self._seen.values() else None
+        key = id(calls), looks
+        if key not in self._wanted_of:
+            kept, left_out = _of_phases_seen(calls, looks or frozenset(), self._seen)
+            by_role: dict[str | None, list[ExpectedCall]] = defaultdict(list)
+            for call in kept:
+                by_role[call.role].append(call)
+            of_role = {role: (self._numbered(tuple(part)), tuple(part)) for role, part in by_role.items()}
+            self._wanted_of[key] = _Wanted(calls, kept, left_out, of_role)
+        return self._wanted_of[key]
 
     def _with_off_rank(self, m: Measured, rank: int) -> Measured:
         """An exchange whose group the recording does not name, with its off-rank bytes once its role is known.
@@ -625,16 +761,19 @@ class _Comparison:
 
 
 def _conserved(
-    found: Mapping[Cell, dict[tuple[int, int], Figures]], layout: axes.Layout
+    found: Mapping[Cell, dict[tuple[int, int], Figures]], layout: axes.Layout, apart: frozenset[str]
 ) -> list[tuple[Cell, dict[tuple[int, int], Figures]]]:
-    """The cells; those of varying size split by whether the ranks of a group received what they sent in that step."""
+    """The cells; those of varying size split by whether the ranks of a group received what they sent in that step.
+
+    That cannot be said of the roles ``apart``, whose groups are others than the layout's.
+    """
     known: dict[tuple[Any, ...], Figures] = {}
     for cell, where in found.items():
         if cell.varies:
             known.update({(_exchange(cell), rank, step): figures for (rank, step), figures in where.items()})
     out: list[tuple[Cell, dict[tuple[int, int], Figures]]] = []
     for cell, where in found.items():
-        if not cell.varies:
+        if not cell.varies or cell.role in apart:
             out.append((cell, where))
             continue
         parts: dict[bool | None, dict[tuple[int, int], Figures]] = defaultdict(dict)
@@ -666,14 +805,24 @@ def _balance(op: str, members: Sequence[Figures | None]) -> bool | None:
     return sum(sent) * copies[0] == sum(received) * copies[1]
 
 
+def _of_rows(figures: Figures, rows: Sequence[Measured]) -> Figures:
+    """The figures of rows that are alike but for their times."""
+    time_ns, exposed_ns = times_of(rows)
+    return figures._replace(time_ns=time_ns, exposed_ns=exposed_ns)
+
+
+def _looks(rows: Sequence[Measured]) -> frozenset[tuple[str | None, int | None]]:
+    """Operations and sizes of a step's calls that may be an optimizer's."""
+    return frozenset((m.op, m.in_elems) for m in rows if m.phase not in ("forward", "backward", "recompute"))
+
+
 def _of_phases_seen(
-    calls: Iterable[ExpectedCall], rows: Sequence[Measured], seen: Mapping[str, bool | None]
+    calls: Iterable[ExpectedCall], looks: frozenset[Any], seen: Mapping[str, bool | None]
 ) -> tuple[list[ExpectedCall], list[str]]:
     """Expected calls of phases that the recording holds; the phases of the others.
 
     An optimizer need not leave a trace of its own, so its calls are kept if the step has calls that look like them.
     """
-    looks = {(m.op, m.in_elems) for m in rows if m.phase not in ("forward", "backward", "recompute")}
     kept: list[ExpectedCall] = []
     left_out: list[str] = []
     for call in calls:
@@ -713,7 +862,7 @@ def _with_figures(cell: Cell, figures: Sequence[Figures]) -> Cell:
     return replace(
         cell,
         payload_bytes_measured=_mean(f.payload for f in figures),
-        off_rank_bytes_measured=sum(off_rank, Fraction(0)) / len(off_rank) if len(off_rank) == len(figures) else None,
+        off_rank_bytes_measured=total(off_rank) / len(off_rank) if len(off_rank) == len(figures) else None,
         spread=Spread(balanced, min(rows), max(rows))
         if balanced is not None and rows and cell.calls_measured
         else None,
@@ -729,6 +878,17 @@ def _mean(values: Iterable[int | None]) -> int | None:
 
 _KERNELS_OF = {"userbuffers": "userbuffers", "deepep": "deep_ep::", "hybridep": "hybrid_ep::"}
 """Transport -> what the names of its kernels hold."""
+
+
+def _kernels_outside(run: Run) -> dict[str, int]:
+    """Transport -> communication kernels that no recorded call explains; of CUDA graphs those that name their graph."""
+    rows = run.tuples(
+        """SELECT lower(name), graph_id IS NOT NULL, count(*) FROM kernel
+           WHERE kernel_class = 'comm' AND coalesce_id IS NULL GROUP BY ALL"""
+    )
+    found = {t: sum(n for name, _, n in rows if word in name) for t, word in _KERNELS_OF.items()}
+    found[REPLAYED] = sum(n for _, in_graph, n in rows if in_graph)
+    return {transport: number for transport, number in found.items() if number}
 
 
 def _with_kernels(run: Run, cells: list[Cell]) -> list[Cell]:
@@ -790,6 +950,7 @@ def _explain(cells: list[Cell], facts: causes.Facts) -> list[Cell]:
             transport=c.transport,
             varies=c.varies,
             spread=c.spread,
+            stage=c.stage,
         )
         for c in cells
     ]
@@ -804,6 +965,7 @@ def _explain(cells: list[Cell], facts: causes.Facts) -> list[Cell]:
 
 _KERNELS = """
 SELECT k.name, k.completeness IS NOT DISTINCT FROM 'launched_before_window' AS before, k.coalesce_id IS NOT NULL AS tied,
+       k.graph_id IS NOT NULL AS in_graph,
        coalesce(c.role IS NOT NULL OR c.group_size = 1, false) AS known, count(*) AS n, sum(k.dur_ns)::BIGINT AS time_ns
 FROM kernel k
 LEFT JOIN (SELECT rank, coalesce_id, any_value(role) AS role, any_value(group_size) AS group_size
@@ -872,7 +1034,11 @@ def _unattributed(kernels: Iterable[Mapping[str, Any]]) -> tuple[Unattributed, .
             k["name"],
             k["n"],
             k["time_ns"],
-            "role of its group unknown" if k["tied"] else "no recorded call explains it",
+            "role of its group unknown"
+            if k["tied"]
+            else "a CUDA graph replays it, and no call is recorded"
+            if k["in_graph"]
+            else "no recorded call explains it",
         )
         for k in kernels
         if not k["known"]

@@ -23,7 +23,7 @@ from traceanalyzer.expect.model import ExpectedCall, NotModelled
 DIFFERS = frozenset({"excess", "missing", "unexpected"})
 """Verdicts that say the run is not what was expected; the others are match and unknown."""
 
-_REPLAYED = "CUDA graph"
+REPLAYED = "CUDA graph"
 """The transport whose kernels are those of torch.distributed: a recording of kernels can show its calls."""
 
 _FARTHEST = 2
@@ -33,7 +33,7 @@ _MOST_SIZES = 4
 """How many sizes of calls that cannot be judged have a cell each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a run of a thousand ranks has half a million
 class Measured:
     """Calls of one kind that one rank made in one step; ``off_rank`` and times are of all of them together.
 
@@ -60,9 +60,38 @@ class Measured:
     in_splits: tuple[int, ...] | None = None
 
     @property
+    def bare(self) -> tuple[object, ...]:
+        """Everything but the times: rows that agree in it meet the same expected calls."""
+        return (
+            self.role,
+            self.role_evidence,
+            self.op,
+            self.phase,
+            self.dtype,
+            self.in_elems,
+            self.out_elems,
+            self.group_size,
+            self.payload,
+            self.component,
+            self.calls,
+            self.off_rank,
+            self.width,
+            self.toward,
+            self.in_splits,
+        )
+
+    @property
     def look(self) -> roles.Look:
         """What a pattern can be recognised by."""
         return roles.Look(self.op, self.dtype, self.in_elems, self.out_elems, self.phase, self.group_size)
+
+
+def total(fractions: Iterable[Fraction]) -> Fraction:
+    """Their sum, added up by denominator: most are whole, and a Fraction's own sum looks for divisors every time."""
+    parts: dict[int, int] = defaultdict(int)
+    for f in fractions:
+        parts[f.denominator] += f.numerator
+    return sum((Fraction(n, d) for d, n in parts.items()), Fraction(0))
 
 
 class Spread(NamedTuple):
@@ -161,6 +190,8 @@ def with_patterns(rows: Sequence[Measured], wanted: Sequence[ExpectedCall]) -> l
 
     Rows that fit kinds of several roles, in number all of them together, are shared out among those roles.
     """
+    if all(m.role is not None for m in rows):
+        return list(rows)
     rows = _routed_roles(rows, wanted)
     unknown: Counter[roles.Look] = Counter()
     for m in rows:
@@ -299,6 +330,11 @@ class _Pair:
     by_key: bool = True
 
     @property
+    def left(self) -> int:
+        """Expected calls that nothing measured belongs to yet."""
+        return sum(c.calls for c in self.expected) - sum(m.calls for m in self.measured)
+
+    @property
     def calls_expected(self) -> int:
         return sum(c.calls for c in self.expected)
 
@@ -317,12 +353,12 @@ class _Pair:
 
     @property
     def off_rank_expected(self) -> Fraction:
-        return sum((_sizes(c).off_rank * c.calls for c in self.expected), Fraction(0))
+        return total(_sizes(c).off_rank * c.calls for c in self.expected)
 
     @property
     def off_rank_measured(self) -> Fraction | None:
         known = [m.off_rank for m in self.measured if m.off_rank is not None]
-        return sum(known, Fraction(0)) if len(known) == len(self.measured) else None
+        return total(known) if len(known) == len(self.measured) else None
 
     @property
     def varies(self) -> bool:
@@ -352,7 +388,8 @@ class StepMatch:
     """The two passes over one rank's step: ``cells`` gives what they find.
 
     wanted: what the rank should send in the step's window; rows: what it sent, roles settled; gaps: what the rules have
-    no rule for; tolerance: relative, on calls and bytes.
+    no rule for; tolerance: relative, on calls and bytes. Calls of different roles never meet, so a step may be matched
+    role by role: ``nameless`` are then the rows of unknown role, which could be any role's missing ones.
     """
 
     def __init__(
@@ -362,16 +399,21 @@ class StepMatch:
         gaps: Sequence[NotModelled],
         layout: axes.Layout,
         tolerance: float = 0.0,
+        nameless: Sequence[Measured] = (),
     ) -> None:
         self._gaps = gaps
         self._layout = layout
         self._tolerance = Fraction(tolerance).limit_denominator(10**9)
-        self._nameless = [m for m in rows if m.role is None and m.group_size != 1]
+        self._nameless = [m for m in (*nameless, *rows) if m.role is None and m.group_size != 1]
         self._pairs: dict[Key, _Pair] = {}
+        self._routed: list[Key] | None = None
+        self._of_width: dict[tuple[object, ...], Key | None] = {}
         for call in wanted:
             self._pair(Key.of(call)).expected.append(call)
-        # rows that say all first: a row without a phase joins the expected calls of several phases into one pair
-        for row in sorted(rows, key=lambda m: (m.phase is None, m.dtype is None)):
+        self._payloads = {key.payload for key in self._pairs}
+        # rows that say all first: a row without a phase joins the expected calls of several phases into one pair, and one
+        # outside of every phase ("other") takes what those of the phase itself leave open
+        for row in sorted(rows, key=lambda m: (m.phase is None, m.dtype is None, m.phase == "other")):
             self._pair(self._key_of(row)).measured.append(row)
         self._join_sizes()
 
@@ -384,12 +426,13 @@ class StepMatch:
     def _key_of(self, row: Measured) -> Key:
         """The key of the expected calls a measured row belongs to, else its own."""
         own = Key(row.role, row.op, row.phase, row.dtype, row.payload)
-        if self._expects(own):
-            return own
-        for phase in ("optimizer", "forward"):
-            there = own._replace(phase=phase)
-            if roles.same_phase(row.phase, phase, row.role) and self._expects(there):
-                return there
+        if row.payload in self._payloads:
+            if self._expects(own):
+                return own
+            phases = [phase for phase in ("optimizer", "forward") if roles.same_phase(row.phase, phase, row.role)]
+            there = [key for phase in phases if self._expects(key := own._replace(phase=phase))]
+            if there:
+                return next((key for key in there if self._pairs[key].left > 0), there[0])
         routed = self._routed_key(row)
         if routed is not None:
             return routed
@@ -400,7 +443,7 @@ class StepMatch:
                 if (key.role, key.op) == (row.role, row.op)
                 and row.phase in (None, key.phase)
                 and row.dtype in (None, key.dtype)
-                and key.transport in ("", _REPLAYED)
+                and key.transport in ("", REPLAYED)
                 and any(c.in_elems == row.in_elems and row.toward in (None, c.peer) for c in pair.expected)
             ]
             if len({(key.dtype, key.payload) for key in fitting}) == 1:
@@ -413,18 +456,24 @@ class StepMatch:
 
         Where the recording does not tell the width, the expected size that is nearest decides.
         """
+        if self._routed is None:
+            self._routed = [key for key, pair in self._pairs.items() if key.width is not None and pair.expected]
+            self._of_width = {}
+        if not self._routed:
+            return None
+        look = row.role, row.op, row.phase, row.dtype, row.width
+        if row.width is not None and look in self._of_width:
+            return self._of_width[look]
         alike = [
             key
-            for key, pair in self._pairs.items()
-            if key.width is not None
-            and pair.expected
-            and (key.role, key.op) == (row.role, row.op)
+            for key in self._routed
+            if (key.role, key.op) == (row.role, row.op)
             and row.phase in (None, key.phase)
             and row.dtype in (None, key.dtype)
         ]
         if row.width is not None:
             exact = [key for key in alike if key.width == row.width]
-            return exact[0] if len(exact) == 1 else None
+            return self._of_width.setdefault(look, exact[0] if len(exact) == 1 else None)
         if not row.in_elems or not row.out_elems:
             return None
         sizes = {
@@ -446,6 +495,7 @@ class StepMatch:
             pair.expected += part.expected
             pair.measured += part.measured
         self._pairs[joined] = pair
+        self._routed = None
         return joined
 
     def _join_sizes(self) -> None:
@@ -459,12 +509,12 @@ class StepMatch:
                 rows = [row for key in keys for row in self._pairs.pop(key).measured]
                 self._pairs[joined] = _Pair(joined, measured=rows)
 
-    def cells(self, stage: int | None) -> list[tuple[Cell, Figures]]:
-        """The cells of this step, each with its figures; ``stage`` is the rank's."""
+    def cells(self, stage: int | None) -> list[tuple[Cell, Figures, tuple[Measured, ...]]]:
+        """The cells of this step, each with its figures and its rows; ``stage`` is the rank's."""
         parts = [part for pair in self._pairs.values() for part in _by_component(pair)]
         whole = [p for p in parts if (p.expected and p.measured) or p.key.transport]
         pairs = whole + _second_pass([p for p in parts if not (p.expected and p.measured) and not p.key.transport])
-        return [(self._cell(pair, stage), _figures(pair)) for pair in pairs]
+        return [(self._cell(pair, stage), _figures(pair), tuple(pair.measured)) for pair in pairs]
 
     def _cell(self, pair: _Pair, stage: int | None) -> Cell:
         # gloo's records do not name the group: where the role is settled, its size is the expected one
@@ -714,9 +764,7 @@ def _avoidable(pair: _Pair) -> int:
 
 
 def _figures(pair: _Pair) -> Figures:
-    found = Figures(None, None)
-    if pair.measured:
-        found = Figures(_sum(m.time_ns for m in pair.measured), _sum(m.exposed_ns for m in pair.measured))
+    found = Figures(*times_of(pair.measured))
     if not (pair.varies and pair.by_key and pair.key.width):
         return found
     sent = _sum(None if m.in_elems is None else m.in_elems * m.calls for m in pair.measured)
@@ -736,6 +784,13 @@ def _figures(pair: _Pair) -> Figures:
         rows=None if sent is None or received is None else (sent + received - fixed) // width,
         balanced=(both - fixed) // width,
     )
+
+
+def times_of(rows: Sequence[Measured]) -> tuple[int | None, int | None]:
+    """Time and exposed time of rows in ns; None where one row's is not known, and without rows."""
+    if not rows:
+        return None, None
+    return _sum(m.time_ns for m in rows), _sum(m.exposed_ns for m in rows)
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
