@@ -12,15 +12,19 @@ DEMO_BIN := $(DEMO_VENV)/bin
 # What the tests compare with, to the digit: the recorded facts in tests/ hold for these two.
 TORCH := torch==2.13.0
 MEGATRON := megatron-core==0.16.1
+# HTA without jupyterlab, which its analyses do not import: 80 MB instead of 500.
+HTA_PARTS := HolisticTraceAnalysis==0.5.0 plotly narwhals
 
 LINKS := build/typing
 FOLDERS := collectors queries reports
 SOURCES := $(shell find traceanalyzer $(FOLDERS) -type f -not -path '*/__pycache__/*')
 DEMO := fixtures/megatron_tp2_sp
+LARGE := fixtures/gpt_moe_1024
+LARGE_PROFILED := 0-7,8-252:4,256-263,512-519,768-775
 PIP_FLAGS := -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check static lint types imports docs docs-check bench links clean
+.PHONY: help demo demo-large test test-all check static lint types imports docs docs-check bench links clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,6 +32,11 @@ help:  ## this list
 demo: $(DEMO_VENV)/.installed  ## import the recorded two-rank run and lay it beside its expectation
 	$(DEMO_BIN)/traceanalyzer import $(DEMO)/rank0.json.gz $(DEMO)/rank1.json.gz --job $(DEMO)/job.toml -o demo.parquet
 	$(DEMO_BIN)/traceanalyzer diff demo.parquet
+
+# The ranks that attach --ranks auto profiles: a model-parallel replica, one data- and one expert-parallel group.
+demo-large: $(DEMO_VENV)/.installed  ## simulate a step of 1,024 ranks and lay it beside its expectation
+	$(DEMO_BIN)/traceanalyzer simulate $(LARGE)/job.toml --profiled $(LARGE_PROFILED) -o demo-large.parquet
+	$(DEMO_BIN)/traceanalyzer diff demo-large.parquet
 
 test: $(VENV)/.installed  ## the test suite
 	$(BIN)/python -P -m pytest -n 2 --dist loadfile
@@ -79,7 +88,7 @@ links:
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]' $(TORCH) numpy
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps $(MEGATRON)
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps $(MEGATRON) $(HTA_PARTS)
 	@touch $@
 
 # A real install, as a user gets it: without torch, and again whenever a source changed. build/lib goes first, because
@@ -91,6 +100,6 @@ $(DEMO_VENV)/.installed: pyproject.toml $(SOURCES)
 	@touch $@
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(DEMO_VENV) $(HTA) build dist demo.parquet *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(HTA) build dist demo.parquet demo-large.parquet *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find traceanalyzer $(FOLDERS) tests fixtures benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ The words for numbers and components are shared with the terminal's table (diff_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -321,8 +321,8 @@ _COLUMNS = (
 )
 
 
-def markdown(diff: Diff, *, exact: bool = False) -> str:
-    """The diff for a pull request or a ticket."""
+def markdown(diff: Diff, *, exact: bool = False, link_times: Sequence[int | None] | None = None) -> str:
+    """The diff for a pull request or a ticket. link_times: of each cell, the time at measured bandwidths, a column more."""
     c = diff.coverage
     lines = [
         f"**{diff.verdict}**: {_escape(job_words(diff.job))}; {_escape(run_words(c))}; rules {_escape(rules_words(diff))}",
@@ -335,11 +335,18 @@ def markdown(diff: Diff, *, exact: bool = False) -> str:
     lines += [f"- job conflict: {_escape(x.sentence)}" for x in diff.job_conflicts]
     if diff.job_conflicts:
         lines.append("")
+    columns = list(_COLUMNS)
+    rows = [_markdown_row(diff, n, exact) for n in range(len(diff.cells))]
+    if link_times is not None:
+        beside = [title for title, _ in columns].index("time") + 1
+        columns.insert(beside, ("at the links' bandwidth", "r"))
+        for row, time in zip(rows, link_times, strict=True):
+            row.insert(beside, human_time(time))
     lines += [
-        f"| {' | '.join(title for title, _ in _COLUMNS)} |",
-        f"|{'|'.join('--:' if side == 'r' else '---' for _, side in _COLUMNS)}|",
+        f"| {' | '.join(title for title, _ in columns)} |",
+        f"|{'|'.join('--:' if side == 'r' else '---' for _, side in columns)}|",
     ]
-    lines += [f"| {' | '.join(map(_escape, _markdown_row(diff, n, exact)))} |" for n in range(len(diff.cells))]
+    lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
     lines += ["", _escape(verdict_words(diff))]
     if diff.not_in_window:
         lines += ["", f"Not in the window: {', '.join(diff.not_in_window)}."]
@@ -394,8 +401,11 @@ def _escape(text: str) -> str:
 # -- json ------------------------------------------------------------------------------------------------------------
 
 
-def document(diff: Diff) -> dict[str, Any]:
-    """The JSON document traceanalyzer.diff/1 (docs/diff.md). Bytes and calls are per rank and step; null is unknown."""
+def document(diff: Diff, link_times: Sequence[int | None] | None = None) -> dict[str, Any]:
+    """The JSON document traceanalyzer.diff/1 (docs/diff.md). Bytes and calls are per rank and step; null is unknown.
+
+    link_times: of each cell, the time at measured bandwidths; the cells then have a key link_time_ns.
+    """
     c = diff.coverage
     return {
         "schema": SCHEMA,
@@ -436,7 +446,10 @@ def document(diff: Diff) -> dict[str, Any]:
             for x in diff.job_conflicts
         ],
         "not_in_window": list(diff.not_in_window),
-        "cells": [_cell_document(cell) for cell in diff.cells],
+        "cells": [
+            _cell_document(cell) | ({} if link_times is None else {"link_time_ns": link_times[n]})
+            for n, cell in enumerate(diff.cells)
+        ],
         "min_coverage": diff.min_coverage,
         "tolerance": diff.tolerance,
         "verdict": diff.verdict,

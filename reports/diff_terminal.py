@@ -33,17 +33,24 @@ _STYLE = {"match": "green", "excess": "bold red", "missing": "bold red", "unexpe
 _VERDICT_STYLE = {"match": "bold green", "differs": "bold red", "cannot be judged": "bold yellow"}
 
 
-def render(diff: Diff, *, exact: bool = False, explain: int | None = None, width: int = 160) -> RenderableType:
+def render(
+    diff: Diff,
+    *,
+    exact: bool = False,
+    explain: int | None = None,
+    width: int = 160,
+    link_times: Sequence[int | None] | None = None,
+) -> RenderableType:
     """The whole screen for a terminal this wide.
 
     exact: bytes to the last one. explain: adds the formula of that row, numbered from 1; a number without a row is a
-    ValueError.
+    ValueError. link_times: of each cell, the time at measured bandwidths, a column beside the time.
     """
     if explain is not None and not 1 <= explain <= len(diff.cells):
         raise ValueError(f"rows are numbered 1 to {len(diff.cells)}, there is no row {explain}")
     parts: list[RenderableType] = [Text(words.name(diff.source), "bold"), _facts(diff), Text()]
     if diff.cells:
-        parts.append(_table(diff, exact=exact, width=width))
+        parts.append(_table(diff, exact=exact, width=width, link_times=link_times))
         notes = _notes(diff)
         if notes:
             parts += [Text(), _grid((Text(label, "dim"), text) for label, text in notes)]
@@ -100,11 +107,11 @@ class _Column(NamedTuple):
     wraps: bool = False
 
 
-def _table(diff: Diff, *, exact: bool, width: int) -> RenderableType:
+def _table(diff: Diff, *, exact: bool, width: int, link_times: Sequence[int | None] | None) -> RenderableType:
     shown = _shown(diff)
     filled = [
         (columns, [[_as_text(column.text(diff.cells[n])) for column in columns] for n in shown])
-        for columns in _layouts(diff, exact=exact)
+        for columns in _layouts(diff, exact=exact, link_times=link_times)
     ]
     columns, rows = next((one for one in filled if _least_width(*one) <= width), filled[-1])
     gap = 1 if columns is filled[-1][0] else _GAP
@@ -138,7 +145,7 @@ def _as_text(value: str | Text) -> Text:
     return value if isinstance(value, Text) else Text(value)
 
 
-def _layouts(diff: Diff, *, exact: bool) -> list[list[_Column]]:
+def _layouts(diff: Diff, *, exact: bool, link_times: Sequence[int | None] | None = None) -> list[list[_Column]]:
     """The columns of each layout, the widest first."""
 
     def differing(text: str, cell: Cell) -> Text:
@@ -170,6 +177,9 @@ def _layouts(diff: Diff, *, exact: bool) -> list[list[_Column]]:
     bandwidth = [_Column("bus bw >=", lambda c: words.human_rate(c.bus_bandwidth_bytes_per_s))]
     # a column that no row fills only takes room
     time = time if any(c.time_ns is not None for c in diff.cells) else []
+    if link_times is not None:
+        at_links = {id(cell): found for cell, found in zip(diff.cells, link_times, strict=True)}
+        time.append(_Column("at links'\nbandwidth", lambda c: words.human_time(at_links[id(c)])))
     exposed = exposed if any(c.exposed_ns is not None for c in diff.cells) else []
     bandwidth = bandwidth if any(c.bus_bandwidth_bytes_per_s is not None for c in diff.cells) else []
     verdict = _Column("verdict", lambda c: Text(c.verdict, _STYLE[c.verdict]), "left")

@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = {".py", ".sql", ".html", ".css", ".js", ".c", ".h"}
+SHIPPED = {".py", ".sql", ".html", ".css", ".js", ".txt", ".c", ".h"}
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = CONFIG["tool"]["setuptools"]
 

@@ -252,3 +252,19 @@ def test_options_that_are_refused(run_cli: RunCli, run: Path, arguments: list[st
 def test_a_release_that_nobody_read_is_named(run_cli: RunCli, run: Path, job_file: Callable[..., Path]) -> None:
     done = run_cli("diff", str(run), "--job", str(job_file(megatron_core_version="0.25")))
     assert "megatron 0.25 (rules of 0.19, the nearest known)" in " ".join(done.stdout.split())
+
+
+def test_links_add_the_time_at_measured_bandwidths(run_cli: RunCli, run: Path, tmp_path: Path) -> None:
+    """A cell of n calls of b bytes on two ranks of one host: an all-gather moves half of each over 1 GB/s, 1 byte a ns."""
+    (tmp_path / "links.toml").write_text('[[link]]\nop = "all_gather"\ngb_per_s = 1\n')
+    cells = json.loads(run_cli("diff", str(run), "--links", "links.toml", "--format", "json").stdout)["cells"]
+    gathers = [c for c in cells if c["op"] == "all_gather"]
+    assert len(gathers) > 1
+    for cell in gathers:
+        assert cell["link_time_ns"] == cell["calls_measured"] * cell["payload_bytes_each"] // 2
+    assert {c["link_time_ns"] for c in cells if c["op"] != "all_gather"} == {None}
+    run_cli("diff", str(run), "--links", "links.toml", "-o", "table.txt")
+    assert "at links'" in (tmp_path / "table.txt").read_text(encoding="utf-8")
+    markdown = run_cli("diff", str(run), "--links", "links.toml", "--format", "markdown").stdout
+    assert "| at the links' bandwidth |" in markdown
+    assert "link_time_ns" not in run_cli("diff", str(run), "--format", "json").stdout

@@ -30,9 +30,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "traceanalyzer.cli.diff:diff_command",
         "Compare a run with what its job should communicate.",
     ),
+    "review": (
+        "traceanalyzer.cli.review:review_command",
+        "Review a run: verdict, ranked findings, where the step goes.",
+    ),
+    "compare": ("traceanalyzer.cli.compare:compare_command", "Compare run B with run A: what moved and what did not."),
+    "export": (
+        "traceanalyzer.cli.export:export_command",
+        "Export a run for a trace viewer, or its tables.",
+    ),
     "expect": (
         "traceanalyzer.cli.expect:expect_command",
         "Say what a job should communicate, without any trace.",
+    ),
+    "simulate": (
+        "traceanalyzer.cli.simulate:simulate_command",
+        "Simulate a job: a run as its recording would look, with known answers.",
     ),
     "sql": ("traceanalyzer.cli.sql:sql_command", "Ask a run with SQL; without a query, list its views."),
     "query": ("traceanalyzer.cli.query:query_command", "Answer one question of the library; without any, list them."),
