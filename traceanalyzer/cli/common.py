@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from traceanalyzer import schema
+from traceanalyzer.errors import TraceAnalyzerError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from traceanalyzer.job import Job
     from traceanalyzer.links import Links
+    from traceanalyzer.reports.gates import Result
     from traceanalyzer.run import Run
 
 job_option = click.option(
@@ -125,3 +128,93 @@ def console_for(out: Path | None) -> Console:
     width = None if known else _PIPE_WIDTH
     terminal = None if out is None else False  # FORCE_COLOR is about the terminal
     return Console(file=stream, width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False)
+
+
+# -- reports that are written as a page, Markdown, JSON or text --------------------------------------------------------
+
+_FORMS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
+
+
+def report_options(printed: str, gates: str) -> Callable[[Any], Any]:
+    """-o, --format and --fail-on of a report. printed: what is printed without -o; gates: what --fail-on says of itself."""
+    options = (
+        click.option(
+            "-o",
+            "--out",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help=f"Write here: .html, .md or .json. Without it {printed} printed.",
+        ),
+        click.option(
+            "--format",
+            "form",
+            type=click.Choice(["text", "html", "markdown", "json"]),
+            help="What to write or print.  [default: by the name of -o, else text]",
+        ),
+        click.option("--fail-on", "expressions", multiple=True, metavar="EXPR", help=f"{gates} May be repeated."),
+    )
+
+    def put(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return put
+
+
+def report_form(out: Path | None, form: str | None) -> str:
+    """What to write: text, html, markdown or json. Raises UsageError where the name of the file does not say."""
+    kind = form or ("text" if out is None else _FORMS.get(out.suffix.lower()))
+    if kind is None:
+        raise click.UsageError(f"-o {out}: what to write? Name it .html, .md or .json, or give --format.")
+    return kind
+
+
+def report_text(name: str, kind: str, document: dict[str, Any], results: Sequence[Result], **options: Any) -> str:
+    """A document as reports.``name`` (review, compare) shows it; ``options`` go to what renders text."""
+    from importlib import import_module
+
+    if kind == "json":
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+    shown = import_module(f"traceanalyzer.reports.{name}.{'terminal' if kind == 'text' else kind}")
+    if kind == "html":
+        return str(shown.html(document))
+    if kind == "markdown":
+        return str(shown.markdown(document, [r.sentence for r in results]))
+    console = console_for(None)
+    with console.capture() as captured:
+        console.print(shown.render(document, **options))
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def write_report(content: str, out: Path | None, *, printed: bool) -> None:
+    """Writes a report to its file, which appears when whole, or to stdout if it is to be ``printed``."""
+    if out is not None:
+        with whole_file(out) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+    elif printed:
+        click.echo(content, nl=False)
+
+
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """A temporary name beside ``out`` that becomes ``out`` if all goes well."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        os.replace(temporary, out)
+    except OSError as error:
+        raise TraceAnalyzerError(f"{out}: cannot be written ({error.strerror}).") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def told() -> Callable[[str], None] | None:
+    """Tells on stderr what is being worked out, on one line of a terminal ('' clears it); None where that is none."""
+    if not sys.stderr.isatty():
+        return None
+
+    def tell(what: str) -> None:
+        click.echo(f"\r\x1b[2K{what + ' ...' if what else ''}", err=True, nl=False)
+
+    return tell

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_option
-
-if TYPE_CHECKING:
-    from traceanalyzer.reports.gates import Result
-
-_FORMS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
+from traceanalyzer.cli.common import (
+    console_for,
+    job_option,
+    report_form,
+    report_options,
+    report_text,
+    told,
+    write_report,
+)
 
 
 @click.command(name="compare")
@@ -39,25 +40,9 @@ _FORMS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "mark
     metavar="PERCENT",
     help="A difference below this share of A's step did not move.",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write here: .html, .md or .json. Without it a table is printed.",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "html", "markdown", "json"]),
-    help="What to write or print.  [default: by the name of -o, else text]",
-)
-@click.option(
-    "--fail-on",
-    "expressions",
-    multiple=True,
-    metavar="EXPR",
-    help="Exit 1 where this holds of B: 'moved>0', 'traffic>0', 'step_time>1.05x', 'exposed.dp>5%'. May be repeated.",
+@report_options(
+    "a table is",
+    "Exit 1 where this holds of B: 'moved>0', 'traffic>0', 'step_time>1.05x', 'exposed.dp>5%'.",
 )
 @click.option("--quiet", is_flag=True, help="Say nothing but errors.")
 def compare_command(
@@ -90,13 +75,11 @@ def compare_command(
     from traceanalyzer.run import Run
 
     wanted = [gates.parse(expression, "compare") for expression in expressions]
-    kind = form or ("text" if out is None else _FORMS.get(out.suffix.lower()))
-    if kind is None:
-        raise click.UsageError(f"-o {out}: what to write? Name it .html, .md or .json, or give --format.")
+    kind = report_form(out, form)
     one, other = selection(a), selection(b)
     job_a = None if job_file is None else read_job_file(job_file)
     job_b = job_a if job_b_file is None else read_job_file(job_b_file)
-    tell = None if quiet else _told()
+    tell = None if quiet else told()
     with ExitStack() as stack:
         opened = stack.enter_context(Run.open(one.source))
         refuse_own_input(out, [*opened.files, *(f for f in (job_file, job_b_file) if f is not None)])
@@ -109,13 +92,8 @@ def compare_command(
         tell("")
     document = lay(side_a, side_b, one, other, Fraction(repr(least)) / 100).as_document()
     results = gates.check(wanted, document)
-    content = _written(kind, document, results)
-    if out is not None:
-        partial = out.with_name(f".{out.name}.partial")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(out)
-    elif not quiet or form is not None:
-        click.echo(content, nl=False)
+    content = report_text("compare", kind, document, results, width=console_for(None).width)
+    write_report(content, out, printed=not quiet or form is not None)
     if out is not None and not quiet:
         click.echo(f"{document['verdict']['word']}   {document['verdict']['sentence']}   {out}", err=True)
     for result in (r for r in results if not quiet or r.state != "passed"):
@@ -124,34 +102,3 @@ def compare_command(
     if not compared and quiet:
         click.echo(document["verdict"]["sentence"], err=True)
     sys.exit(gates.exit_code(results, 0 if compared else 3))
-
-
-def _written(kind: str, document: dict[str, Any], results: Sequence[Result]) -> str:
-    if kind == "json":
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
-    if kind == "html":
-        from traceanalyzer.reports.compare.html import html
-
-        return html(document)
-    if kind == "markdown":
-        from traceanalyzer.reports.compare.markdown import markdown
-
-        return markdown(document, [r.sentence for r in results])
-    from traceanalyzer.cli.common import console_for
-    from traceanalyzer.reports.compare.terminal import render
-
-    console = console_for(None)
-    with console.capture() as captured:
-        console.print(render(document, width=console.width))
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-
-
-def _told() -> Callable[[str], None] | None:
-    """Tells on stderr what is being worked out, on one line of a terminal; in a pipe nothing."""
-    if not sys.stderr.isatty():
-        return None
-
-    def tell(what: str) -> None:
-        click.echo(f"\r\x1b[2K{what + ' ...' if what else ''}", err=True, nl=False)
-
-    return tell

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, refuse_own_input
-from traceanalyzer.errors import TraceAnalyzerError
+from traceanalyzer.cli.common import job_of, job_option, refuse_own_input, whole_file
 
 if TYPE_CHECKING:
     from traceanalyzer.job import Job
@@ -158,7 +156,7 @@ def _timelines(
         if out is None:
             continue
         timeline = replace(known, counts=Counter(), left_out=Counter())
-        with _whole(out) as temporary, _opened(temporary, out) as file:
+        with whole_file(out) as temporary, _opened(temporary, out) as file:
             form.write(timeline, file, lambda name, i, n: tell(f"{name} ({i + 1} of {n})"))
         tell("")
         if not quiet:
@@ -218,32 +216,19 @@ def _tables(
             )
         parquet.mkdir(parents=True, exist_ok=True)
         for name in schema.VIEWS:
-            with _whole(parquet / f"{name}.parquet") as temporary:
+            with whole_file(parquet / f"{name}.parquet") as temporary:
                 rows = tables.parquet(reader(name), temporary)
             told(parquet / f"{name}.parquet", rows)
     elif parquet is not None:
-        with _whole(parquet) as temporary:
+        with whole_file(parquet) as temporary:
             rows = tables.parquet(reader(view), temporary)
         told(parquet, rows)
     if csv is not None and str(csv) == "-":
         tables.csv(reader(view), sys.stdout)
     elif csv is not None:
-        with _whole(csv) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        with whole_file(csv) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
             rows = tables.csv(reader(view), file)
         told(csv, rows)
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary name beside ``out`` that becomes ``out`` if all goes well."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, out)
-    except OSError as error:
-        raise TraceAnalyzerError(f"{out}: cannot be written ({error.strerror}).") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

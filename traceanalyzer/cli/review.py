@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_option, links_option
-
-if TYPE_CHECKING:
-    from traceanalyzer.reports.gates import Result
-
-_FORMS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
+from traceanalyzer.cli.common import (
+    job_option,
+    links_option,
+    report_form,
+    report_options,
+    report_text,
+    told,
+    write_report,
+)
 
 
 @click.command(name="review")
@@ -28,25 +29,9 @@ _FORMS = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "mark
     metavar="FILE",
     help="Megatron's log with its iteration lines: step times around the profiled steps.",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write here: .html, .md or .json. Without it the findings are printed.",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "html", "markdown", "json"]),
-    help="What to write or print.  [default: by the name of -o, else text]",
-)
-@click.option(
-    "--fail-on",
-    "expressions",
-    multiple=True,
-    metavar="EXPR",
-    help="Exit 1 where this holds: 'unexpected>0', 'avoidable>1GiB', 'exposed.dp>5%', 'bubble>1.2x'. May be repeated.",
+@report_options(
+    "the findings are",
+    "Exit 1 where this holds: 'unexpected>0', 'avoidable>1GiB', 'exposed.dp>5%', 'bubble>1.2x'.",
 )
 @click.option(
     "--min-coverage",
@@ -85,69 +70,20 @@ def review_command(
     from traceanalyzer.run import Run
 
     wanted = [gates.parse(expression, "review") for expression in expressions]
-    kind = form or ("text" if out is None else _FORMS.get(out.suffix.lower()))
-    if kind is None:
-        raise click.UsageError(f"-o {out}: what to write? Name it .html, .md or .json, or give --format.")
+    kind = report_form(out, form)
+    tell = None if quiet else told()
     job = None if job_file is None else read_job_file(job_file)
     links = read_links(links_file)
     with Run.open(run) as opened:
         refuse_own_input(out, [*opened.files, *(f for f in (job_file, links_file, log) if f is not None)])
-        found = review(
-            opened, job, links=links, log=log, min_coverage=min_coverage, progress=None if quiet else _told()
-        )
+        found = review(opened, job, links=links, log=log, min_coverage=min_coverage, progress=tell)
+    if tell is not None:
+        tell("")
     document = found.as_document()
     results = gates.check(wanted, document)
-    content = _written(kind, document, results)
-    if out is not None:
-        _replace(out, content)
-    elif not quiet or form is not None:
-        click.echo(content, nl=False)
-    if not quiet:
-        if out is not None:
-            click.echo(f"{document['verdict']['word']}   {len(document['findings'])} findings   {out}", err=True)
-        for result in results:
-            click.echo(f"gate    {result.sentence}", err=True)
-    else:
-        for result in (r for r in results if r.state != "passed"):
-            click.echo(f"gate    {result.sentence}", err=True)
+    write_report(report_text("review", kind, document, results), out, printed=not quiet or form is not None)
+    if out is not None and not quiet:
+        click.echo(f"{document['verdict']['word']}   {len(document['findings'])} findings   {out}", err=True)
+    for result in (r for r in results if not quiet or r.state != "passed"):
+        click.echo(f"gate    {result.sentence}", err=True)
     sys.exit(gates.exit_code(results))
-
-
-def _written(kind: str, document: dict[str, Any], results: Sequence[Result]) -> str:
-    if kind == "json":
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
-    if kind == "html":
-        from traceanalyzer.reports.review.html import html
-
-        return html(document)
-    if kind == "markdown":
-        from traceanalyzer.reports.review.markdown import markdown
-
-        return markdown(document, [r.sentence for r in results])
-    from traceanalyzer.cli.common import console_for
-    from traceanalyzer.reports.review.terminal import render
-
-    console = console_for(None)
-    with console.capture() as captured:
-        console.print(render(document))
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-
-
-def _replace(out: Path, content: str) -> None:
-    """Writes a file whole: it appears by rename."""
-    partial = out.with_name(f".{out.name}.partial")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(out)
-
-
-def _told() -> Any:
-    """Tells on stderr what is being worked out, on one line of a terminal; in a pipe nothing."""
-    if not sys.stderr.isatty():
-        return None
-
-    def tell(what: str) -> None:
-        click.echo(f"\r\x1b[2K{what} ...", err=True, nl=False)
-        if what == "document":
-            click.echo("\r\x1b[2K", err=True, nl=False)
-
-    return tell

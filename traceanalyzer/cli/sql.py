@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, refuse_own_input
+from traceanalyzer.cli.common import job_of, job_option, refuse_own_input, whole_file
 from traceanalyzer.errors import TraceAnalyzerError
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def _parquet(reader: pyarrow.RecordBatchReader, out: Path, limit: int | None) ->
     import pyarrow.parquet as pq
 
     _refuse_twins(reader.schema.names, "parquet")
-    with _whole(out) as temporary:
+    with whole_file(out) as temporary:
         try:
             with pq.ParquetWriter(temporary, reader.schema, compression="zstd") as writer:
                 for batch in _batches(reader, limit):
@@ -217,18 +216,5 @@ def _output(out: Path | None) -> Iterator[Callable[[Iterable[str]], None]]:
     if out is None:
         yield _echo
         return
-    with _whole(out) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+    with whole_file(out) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         yield lambda lines: file.writelines(f"{line}\n" for line in lines)
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary name beside ``out`` that becomes ``out`` if all goes well."""
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, out)
-    except OSError as error:
-        raise TraceAnalyzerError(f"{out}: cannot be written ({error.strerror}).") from error
-    finally:
-        temporary.unlink(missing_ok=True)
