@@ -7,10 +7,11 @@ warm-up, from there to its first backward pass; steady, to the end of its last f
 backward pass; after. Before and after, the host launches nothing because the schedule has nothing for it. Without backward
 passes all from the first forward pass to the last is steady.
 
-A rank without kernels in a step (a run on CPUs, or of hooks alone) has the ranges that hooks or marks put around its passes:
-then all between them is bubble, and what a pass did is not known. Without such ranges, its operators: of a forward pass are
-those that autograd ran backward later, of a backward pass autograd's own. Its host then takes the device's place
-(attribute/time.py), and where no operator runs between its passes the host does work of its own, which is no bubble.
+Where kernels were recorded, a rank without them was not profiled, and is left out. In a run without any (on CPUs, or of
+hooks alone) a rank has the ranges that hooks or marks put around its passes: then all between them is bubble, and what a
+pass did is not known. Without such ranges, its operators: of a forward pass are those that autograd ran backward later, of a
+backward pass autograd's own. Its host then takes the device's place (attribute/time.py), and where no operator runs between
+its passes the host does work of its own, which is no bubble.
 """
 
 from __future__ import annotations
@@ -198,8 +199,11 @@ def of_parts(run: Run) -> pa.Table:
     pass_bounds, marked_pass and clock.
     """
     together: dict[tuple[int, int], list[_Stage]] = {}
-    for row in run.tuples(_BOUNDS):
-        found = _Stage(*row)
+    stages = [_Stage(*row) for row in run.tuples(_BOUNDS)]
+    profiled = any(stage.evidence == "kernels" for stage in stages)
+    for found in stages:
+        if profiled and found.evidence != "kernels":
+            continue  # its device worked behind its host: the host's ranges say nothing of that
         together.setdefault((found.pipeline, found.step), []).append(found)
     known = _clocks(run)
     keys: list[tuple[object, ...]] = []

@@ -5,9 +5,10 @@
 -- column: stage INTEGER | | Pipeline stage, from 0. | never
 -- column: rank INTEGER | | Its global rank. | never
 -- column: device INTEGER | | Device ordinal in its process. | not recorded
--- column: evidence VARCHAR | | kernels; marks: the rank has no kernels in this step, and the ranges that hooks or marks put
---   around its passes stand for them, host times even where a device did the work; operators: the rank has neither, and its
---   host takes the device's place, with the operators that autograd ran backward as passes. | never
+-- column: evidence VARCHAR | | kernels: where any rank has some, those without were not profiled and are left out; marks: the
+--   run has none, and the ranges that hooks or marks put around passes stand for them, host times even where a device did the
+--   work; operators: the rank has neither, and its host takes the device's place, with the operators that autograd ran
+--   backward as passes. | never
 -- column: window_ns BIGINT | ns | From the earliest forward start to the latest backward end over the recorded stages. | never
 -- column: bubble_ns BIGINT | ns | pp_ns + idle_ns: an upper limit of what the schedule causes, since gaps between the kernels of
 --   one pass are in it. By marks: all between passes. By operators: messages, and before the first and after the last pass all
