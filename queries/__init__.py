@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from traceanalyzer import axes, flops, kernel_names, schema, traffic
 from traceanalyzer.attribute import across, attach, in_world_of, kernels, time
+from traceanalyzer.attribute.roles import layout_of
 from traceanalyzer.display import Shown, frame_of
 from traceanalyzer.errors import InputError, JobError
 from traceanalyzer.job import Job
@@ -372,15 +373,6 @@ def _device_peak(library: Library) -> None:
     )
 
 
-def _layout(library: Library) -> axes.Layout | None:
-    if library.job is None:
-        return None
-    try:
-        return library.job.layout
-    except JobError:
-        return None
-
-
 def _stage_roles(library: Library) -> None:
     roles = [role for role in axes.ROLES if axes.within_stage(role)]
     library.run.table("stage_role", pa.table({"role": pa.array(roles, pa.string())}))
@@ -440,12 +432,12 @@ MADE: dict[str, Made] = {
     "rank_stage": Made(
         "rank",
         "pipeline and stage of every rank, by the layout or by the ranks of its pipeline group",
-        lambda library: library.run.table("rank_stage", pipeline.stages(library.run, _layout(library))),
+        lambda library: library.run.table("rank_stage", pipeline.stages(library.run, layout_of(library.job))),
     ),
     "rank_like": Made(
         "rank",
         "ranks that do the same work: of one stage and tensor-parallel place, or one stage",
-        lambda library: library.run.table("rank_like", pipeline.like(library.run, _layout(library))),
+        lambda library: library.run.table("rank_like", pipeline.like(library.run, layout_of(library.job))),
         ("rank_stage",),
     ),
     "stage_role": Made("rank", "roles whose groups lie within one pipeline stage", _stage_roles),

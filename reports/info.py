@@ -5,7 +5,6 @@ Times are unix nanoseconds as recorded (clocks are not aligned), durations nanos
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from traceanalyzer.errors import JobError
 from traceanalyzer.job import Conflict, Job, conflicts
 from traceanalyzer.queries import Library, named
 from traceanalyzer.reports import issues, text
-from traceanalyzer.run import Run
+from traceanalyzer.run import Run, versions_of
 
 SCHEMA = "traceanalyzer.info/1"
 
@@ -369,7 +368,7 @@ def _sources(run: Run) -> list[Source]:
             events_read=_whole(read.get(name, {}).get("events_read")),
             events_rejected=_whole(read.get(name, {}).get("events_rejected")),
             rows=kinds,
-            versions=_versions(read.get(name, {}).get("versions") or []),
+            versions=versions_of(read.get(name, {}).get("versions") or []),
         )
         for name, kinds in sorted(rows.items())
     ]
@@ -377,14 +376,6 @@ def _sources(run: Run) -> list[Source]:
 
 def _whole(value: object) -> int | None:
     return None if value is None else int(str(value))
-
-
-def _versions(texts: Iterable[str | None]) -> dict[str, list[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
-    for one in texts:
-        for key, value in json.loads(one).items() if one else ():
-            found[key].add(str(value))
-    return {key: sorted(values) for key, values in sorted(found.items())}
 
 
 def _steps(attribution: Attribution) -> list[Step]:

@@ -12,7 +12,6 @@ they mean nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from traceanalyzer.queries import Library
 from traceanalyzer.reports import bubble, text
 from traceanalyzer.reports import diff as words
 from traceanalyzer.reports.compare import words as compare_words
-from traceanalyzer.run import Run
+from traceanalyzer.run import Run, versions_of
 
 SCHEMA = "traceanalyzer.compare/1"
 
@@ -273,14 +272,7 @@ def measure(run: Run, job: Job | None = None, progress: Progress | None = None) 
 
 def _setting(run: Run, job: Job | None, steps: Iterable[Row], devices: Iterable[Row]) -> Row:
     """What a run ran on, as far as the recording says; figures of different settings differ for that reason alone."""
-    versions: dict[str, set[str]] = defaultdict(set)
-    for (stored,) in run.tuples("SELECT DISTINCT versions FROM rank WHERE versions IS NOT NULL"):
-        try:
-            pairs = json.loads(stored)
-        except ValueError:
-            continue
-        for name, value in pairs.items() if isinstance(pairs, dict) else ():
-            versions[str(name)].add(str(value))
+    versions = versions_of(stored for (stored,) in run.tuples("SELECT DISTINCT versions FROM rank"))
     names = run.tuples("SELECT DISTINCT device_name FROM rank WHERE device_name IS NOT NULL ORDER BY 1")
     hosts = run.value("SELECT count(DISTINCT host) FROM rank")
     return {
@@ -290,7 +282,7 @@ def _setting(run: Run, job: Job | None, steps: Iterable[Row], devices: Iterable[
         "hosts recorded": hosts or None,
         "steps by": ", ".join(sorted({s["evidence"] for s in steps})) or None,
         "time of": ", ".join(sorted({b for d in devices for b in d["bases"] if b is not None})) or None,
-        **{name: ", ".join(sorted(found)) for name, found in sorted(versions.items())},
+        **{name: ", ".join(found) for name, found in versions.items()},
     }
 
 

@@ -54,9 +54,6 @@ micro-batch to hide behind leave much exposed although the overlap works."""
 IMBALANCED = Fraction(125, 100)
 """Rows of the fullest expert rank over the mean: an auxiliary loss keeps routing within about a fifth."""
 
-MORE_WORK = Fraction(102, 100)
-"""Kernels of a rank over its peers': the same model launches the same kernels, but for a few of logging."""
-
 LIKE = 3
 """Ranks of one kind from which the query slow_ranks judges."""
 

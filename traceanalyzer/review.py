@@ -37,7 +37,7 @@ from traceanalyzer.queries import library as all_queries
 from traceanalyzer.reports import bubble, text
 from traceanalyzer.reports import diff as diff_report
 from traceanalyzer.reports.links import cell_time_ns, spans
-from traceanalyzer.run import Run
+from traceanalyzer.run import Run, versions_of
 
 SCHEMA = "traceanalyzer.review/1"
 
@@ -305,7 +305,7 @@ WHERE phase = 'recompute' AND step IS NOT NULL AND kernel_class NOT IN ('comm', 
 def _run(run: Run, job: Job | None, facts: Facts) -> Row:
     recorded = sorted({r["rank"] for r in facts.rows("rank") if r["rank"] is not None})
     names = sorted({r["device_name"] for r in facts.rows("rank") if r["device_name"] is not None})
-    found = _versions(facts.rows("rank"))
+    found = versions_of(r["versions"] for r in facts.rows("rank"))
     return {
         "path": run.source,
         "job_in_run": any(
@@ -315,23 +315,11 @@ def _run(run: Run, job: Job | None, facts: Facts) -> Row:
         "world_size": run.world_size or (None if job is None else job.world_size),
         "steps": list(facts.steps),
         "device": ", ".join(names) or None,
-        "torch": ", ".join(sorted(found.get("torch", ()))) or None,
-        "megatron_core": ", ".join(sorted(found.get("megatron_core", ())))
+        "torch": ", ".join(found.get("torch", ())) or None,
+        "megatron_core": ", ".join(found.get("megatron_core", ()))
         or (None if job is None else job.megatron_core_version),
         "job": None if job is None else diff_report.job_words(job),
     }
-
-
-def _versions(rows: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = defaultdict(set)
-    for words in {r["versions"] for r in rows if r["versions"]}:
-        try:
-            pairs = json.loads(words)
-        except ValueError:
-            continue
-        for name, value in pairs.items() if isinstance(pairs, dict) else ():
-            found[str(name)].add(str(value))
-    return found
 
 
 def _ledger(run: Run, compared: Diff, links: Links | None, left: list[Row]) -> Row:

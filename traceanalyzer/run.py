@@ -10,6 +10,7 @@ import glob
 import importlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,19 @@ if TYPE_CHECKING:
     from traceanalyzer.queries import Result
 
 _REMOTE = ("s3://", "gs://", "gcs://", "r2://", "http://", "https://", "hf://", "az://", "abfss://")
+
+
+def versions_of(stored: Iterable[str | None]) -> dict[str, list[str]]:
+    """What ``versions`` of the view rank says: name -> its versions, each once, sorted. Null and no JSON add none."""
+    found: dict[str, set[str]] = {}
+    for text in {one for one in stored if one}:
+        try:
+            pairs = json.loads(text)
+        except ValueError:
+            continue
+        for name, version in pairs.items() if isinstance(pairs, dict) else ():
+            found.setdefault(str(name), set()).add(str(version))
+    return {name: sorted(known) for name, known in sorted(found.items())}
 
 
 def _quoted(text: str) -> str:

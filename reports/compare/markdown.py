@@ -7,28 +7,26 @@ from typing import Any
 
 from traceanalyzer.reports import text
 from traceanalyzer.reports.compare import words
-from traceanalyzer.reports.diff import name
+from traceanalyzer.reports.markdown import escape, rest, table_row
 
 Row = Mapping[str, Any]
 
 MOST_ROWS = 40
 """Rows of one table."""
 
-_ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {mark: f"\\{mark}" for mark in "\\|`*_[]~#"})
-
 
 def markdown(document: Row, gates: Sequence[str] = ()) -> str:
     """The comparison of a document traceanalyzer.compare/1; ``gates``: sentences of gates, shown beneath the verdict."""
     verdict = document["verdict"]
-    lines = [f"**{verdict['word']}**: {_escape(verdict['sentence'])}", ""]
-    lines += [f"- {_escape(sentence)}" for sentence in gates]
+    lines = [f"**{verdict['word']}**: {escape(verdict['sentence'])}", ""]
+    lines += [f"- {escape(sentence)}" for sentence in gates]
     lines += [""] if gates else []
-    lines += [f"- {side.upper()}: {_escape(words.side(document[side]))}" for side in "ab"] + [""]
+    lines += [f"- {side.upper()}: {escape(words.side(document[side]))}" for side in "ab"] + [""]
     if verdict["next"]:
-        lines += [f"Next: {_escape(verdict['next'])}", ""]
+        lines += [f"Next: {escape(verdict['next'])}", ""]
     lines += _fields("Jobs differ", [(d["field"], d) for d in document["job_differences"]])
     lines += _fields("Settings differ", [(d["name"], d) for d in document["setting_differences"]])
-    lines += [f"- {_escape(note)}" for note in document["notes"]] + ([""] if document["notes"] else [])
+    lines += [f"- {escape(note)}" for note in document["notes"]] + ([""] if document["notes"] else [])
     moved = [r for r in document["rows"] if r["verdict"] == "moved"]
     single = [r for r in document["rows"] if r["verdict"] == "no band"]
     same = [r for r in document["rows"] if r["verdict"] not in ("moved", "no band")]
@@ -48,10 +46,8 @@ def markdown(document: Row, gates: Sequence[str] = ()) -> str:
         lines += _times(None, same)
         lines += ["</details>", ""]
     rules = document["rules"]
-    lines.append(
-        f"Moved: {_escape(rules['moved'])} ({rules['least_share'] * 100:g} %). Band: {_escape(rules['band'])}."
-    )
-    lines += [f"Left out: {_escape(row['what'])} ({row['rows']:,})." for row in document["left_out"]]
+    lines.append(f"Moved: {escape(rules['moved'])} ({rules['least_share'] * 100:g} %). Band: {escape(rules['band'])}.")
+    lines += [f"Left out: {escape(row['what'])} ({row['rows']:,})." for row in document["left_out"]]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -61,7 +57,7 @@ def _fields(title: str, rows: Sequence[tuple[str, Row]]) -> list[str]:
     lines = [f"### {title}", "", "| | A | B |", "|---|---|---|"]
     for field, row in rows:
         a, b = (f"{words.value(row[s])}{_unstated(row, s)}" for s in "ab")
-        lines.append(f"| {_escape(field)} | {_escape(a)} | {_escape(b)} |")
+        lines.append(table_row((field, a, b)))
     return [*lines, ""]
 
 
@@ -81,9 +77,8 @@ def _times(title: str | None, rows: Sequence[Row]) -> list[str]:
             words.percent(row["share_of_step"]), words.band(row["a"], unit), words.band(row["b"], unit),
             row["verdict"] if row["verdict"] == "moved" else f"{row['verdict']}: {row['reason']}",
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(_escape, cells))} |")
-    if len(rows) > MOST_ROWS:
-        lines.append(f"\n{len(rows) - MOST_ROWS} rows more.")
+        lines.append(table_row(cells))
+    lines += rest(rows, MOST_ROWS)
     return [*lines, ""]
 
 
@@ -104,9 +99,8 @@ def _traffic(rows: Sequence[Row]) -> list[str]:
             words.median(row["time_a"], "ns"), words.median(row["time_b"], "ns"),
             ", ".join(w for w in (words.differs(row), time) if w),
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(_escape, cells))} |")
-    if len(rows) > MOST_ROWS:
-        lines.append(f"\n{len(rows) - MOST_ROWS} rows more.")
+        lines.append(table_row(cells))
+    lines += rest(rows, MOST_ROWS)
     return [*lines, ""]
 
 
@@ -114,7 +108,7 @@ def _slow(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     lines = ["### Slow ranks", ""]
-    return [*lines, *(f"- {_escape(slow_words(row))}" for row in rows[:MOST_ROWS]), ""]
+    return [*lines, *(f"- {escape(slow_words(row))}" for row in rows[:MOST_ROWS]), ""]
 
 
 def slow_words(row: Row) -> str:
@@ -127,8 +121,3 @@ def slow_words(row: Row) -> str:
     ]
     where = "slow in both" if row["only_in"] is None else f"slow only in {row['only_in']}"
     return f"rank {row['rank']} {where} ({'; '.join(said)})"
-
-
-def _escape(content: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return name(str(content), 1000).translate(_ESCAPED)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from traceanalyzer.reports import text
-from traceanalyzer.reports.diff import human_bytes, human_time, name
+from traceanalyzer.reports.diff import human_bytes, human_time
+from traceanalyzer.reports.markdown import escape, rest, table_row
 
 Row = Mapping[str, Any]
 
@@ -19,27 +20,25 @@ MOST_STAGES = 64
 MOST_TEXT = 65_000
 """Characters: a comment on GitHub holds 65,536."""
 
-_ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {mark: f"\\{mark}" for mark in "\\|`*_[]~#"})
-
 
 def markdown(document: Row, gates: Sequence[str] = ()) -> str:
     """The review of a document traceanalyzer.review/1; ``gates``: sentences of gates, shown beneath the verdict."""
     run, verdict = document["run"], document["verdict"]
-    lines = [f"**{verdict['word']}**: {_escape(verdict['sentence'])}", ""]
-    lines += [f"- {_escape(sentence)}" for sentence in gates]
+    lines = [f"**{verdict['word']}**: {escape(verdict['sentence'])}", ""]
+    lines += [f"- {escape(sentence)}" for sentence in gates]
     if gates:
         lines.append("")
     head = [run["job"], _ranks(run), run["device"], _steps(document["steps"])]
-    lines += [" · ".join(_escape(part) for part in head if part), ""]
+    lines += [" · ".join(escape(part) for part in head if part), ""]
     if verdict.get("next"):
-        lines += [f"Next: {_escape(verdict['next'])}", ""]
+        lines += [f"Next: {escape(verdict['next'])}", ""]
     lines += _findings(document["findings"])
     lines += _time(document["time"])
     lines += _pipelines(document["pipelines"])
     lines += _ledger(document["ledger"])
     lines += _issues(document["issues"])
     for row in document.get("left_out") or ():
-        lines.append(f"Left out: {_escape(row['what'])} ({row['rows']:,}).")
+        lines.append(f"Left out: {escape(row['what'])} ({row['rows']:,}).")
     return _cut("\n".join(lines).rstrip() + "\n")
 
 
@@ -100,9 +99,9 @@ def _finding(finding: Row) -> str:
         notes.append(f"effect of {finding['because_of']}")
     queries = dict.fromkeys(e["query"] for e in finding["evidence"])
     if queries:
-        notes.append("evidence: " + ", ".join(_escape(q) for q in queries))
-    line = f"{finding['rank_of_finding']}. {_escape(finding['sentence'])} ({', '.join(notes)})"
-    return line + (f" *{_escape(finding['remedy'])}*" if finding["remedy"] else "")
+        notes.append("evidence: " + ", ".join(escape(q) for q in queries))
+    line = f"{finding['rank_of_finding']}. {escape(finding['sentence'])} ({', '.join(notes)})"
+    return line + (f" *{escape(finding['remedy'])}*" if finding["remedy"] else "")
 
 
 def _time(time: Sequence[Row]) -> list[str]:
@@ -116,7 +115,7 @@ def _time(time: Sequence[Row]) -> list[str]:
     lines = [
         "### Time by stage",
         "",
-        f"| step | stage | {' | '.join(map(_escape, titles))} |",
+        f"| step | stage | {' | '.join(map(escape, titles))} |",
         f"|--:|--:|{'--:|' * len(kinds)}",
     ]
     for row in time[:MOST_STAGES]:
@@ -126,8 +125,7 @@ def _time(time: Sequence[Row]) -> list[str]:
             shares.append(text.share(part, row["step_ns"]))
         stage = "-" if row["stage"] is None else row["stage"]
         lines.append(f"| {row['step']} | {stage} | {' | '.join(shares)} |")
-    if len(time) > MOST_STAGES:
-        lines.append(f"\n{len(time) - MOST_STAGES} rows more.")
+    lines += rest(time, MOST_STAGES)
     return [*lines, ""]
 
 
@@ -168,9 +166,8 @@ def _ledger(ledger: Row | None) -> list[str]:
             "-" if cell["off_rank_bytes_expected"] is None else human_bytes(cell["off_rank_bytes_expected"]),
             human_bytes(cell["off_rank_bytes_measured"]), cell["verdict"],
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(_escape, row))} |")
-    if len(cells) > MOST_STAGES:
-        lines.append(f"\n{len(cells) - MOST_STAGES} rows more.")
+        lines.append(table_row(row))
+    lines += rest(cells, MOST_STAGES)
     return [*lines, ""]
 
 
@@ -181,17 +178,12 @@ def _issues(issues: Sequence[Row]) -> list[str]:
     return [
         "### Input",
         "",
-        *(f"- {_escape(i['severity'])}: {_escape(i['sentence'])} ({_places(i)})" for i in shown[:20]),
+        *(f"- {escape(i['severity'])}: {escape(i['sentence'])} ({_places(i)})" for i in shown[:20]),
         *([f"- {len(shown) - 20} more"] if len(shown) > 20 else []),
         "",
     ]
 
 
 def _places(issue: Row) -> str:
-    where = text.ranks_text(issue["ranks"]) if issue["ranks"] else _escape(", ".join(issue["files"][:3])) or "no rank"
+    where = text.ranks_text(issue["ranks"]) if issue["ranks"] else escape(", ".join(issue["files"][:3])) or "no rank"
     return f"{where}, {text.counted(issue['occurrences'], 'time')}"
-
-
-def _escape(words: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return name(str(words), 1000).translate(_ESCAPED)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from traceanalyzer import axes, schedule_order
+from traceanalyzer.attribute.roles import layout_of
 from traceanalyzer.errors import JobError
 from traceanalyzer.job import Job
 from traceanalyzer.run import Run
@@ -111,7 +112,7 @@ def expected_passes(schedule: Schedule, stage: int) -> list[tuple[Pass, tuple[in
 
 def passes_of(job: Job, rank: int, seen: Sequence[Pass]) -> list[tuple[int, int]] | None:
     """Micro-batch and chunk of each pass seen on a rank in one step; None unless they are exactly those of its schedule."""
-    layout = _layout(job)
+    layout = layout_of(job)
     if layout is None or rank >= layout.world_size:
         return None
     fitting: set[tuple[tuple[int, int], ...]] = set()
@@ -301,7 +302,7 @@ def of_calls(run: Run, job: Job | None) -> tuple[pa.Table, list[ScheduleConflict
 
     Needs an attached view comm. Columns rank, call_id, order_phase, order_microbatch, order_layer, order_chunk.
     """
-    layout = _layout(job)
+    layout = layout_of(job)
     interleaved = None if job is None else (job.virtual_pipeline_model_parallel_size or 1) > 1
     plans = schedules(job) if job is not None and interleaved else []
     found: list[tuple[int, int, Place]] = []
@@ -354,15 +355,6 @@ def _table(found: Sequence[tuple[int, int, Place]]) -> pa.Table:
             "order_chunk": pa.array([f[2].chunk for f in found], pa.int32()),
         }
     )
-
-
-def _layout(job: Job | None) -> axes.Layout | None:
-    if job is None:
-        return None
-    try:
-        return job.layout
-    except JobError:
-        return None
 
 
 def _stage(rank: int, layout: axes.Layout | None, rows: Iterable[tuple[object, ...]]) -> tuple[int | None, int | None]:

@@ -50,6 +50,42 @@ links_option = click.option(
 )
 
 
+param_option = click.option(
+    "--param",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Value of a parameter of the query; NULL for none. May be given several times.",
+)
+stdout_option = click.option(
+    "-o", "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write here instead of stdout."
+)
+run_option = click.option(
+    "-o",
+    "--out",
+    required=True,
+    metavar="RUN",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The run table to write. It appears when whole; what was there is replaced.",
+)
+
+
+def parameters(given: Iterable[str]) -> dict[str, str]:
+    """The values of --param. Raises UsageError for one that is no NAME=VALUE."""
+    values: dict[str, str] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise click.UsageError(f"--param {pair}: must be NAME=VALUE.")
+        values[key] = value
+    return values
+
+
+def fail_on_option(gates: str) -> Callable[[Any], Any]:
+    """--fail-on, with what it says of itself."""
+    return click.option("--fail-on", "expressions", multiple=True, metavar="EXPR", help=f"{gates} May be repeated.")
+
+
 def read_links(path: Path | None) -> Links | None:
     """The links of a file; lines that could not be read are pointed out on stderr. None without a file."""
     if path is None:
@@ -151,7 +187,7 @@ def report_options(printed: str, gates: str) -> Callable[[Any], Any]:
             type=click.Choice(["text", "html", "markdown", "json"]),
             help="What to write or print.  [default: by the name of -o, else text]",
         ),
-        click.option("--fail-on", "expressions", multiple=True, metavar="EXPR", help=f"{gates} May be repeated."),
+        fail_on_option(gates),
     )
 
     def put(command: Any) -> Any:

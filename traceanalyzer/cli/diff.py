@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from traceanalyzer.cli.common import job_option, links_option
+from traceanalyzer.cli.common import fail_on_option, job_option, links_option
 from traceanalyzer.expect.model import RULE_SETS, RuleSet
 
 
@@ -48,13 +48,7 @@ from traceanalyzer.expect.model import RULE_SETS, RuleSet
     metavar="X",
     help="Share of the communication that must be attributed and judged; below it the exit code is 3.",
 )
-@click.option(
-    "--fail-on",
-    "expressions",
-    multiple=True,
-    metavar="EXPR",
-    help="Exit 1 only where this holds, like 'unexpected>0' or 'avoidable>1GiB' (docs/review.md). May be repeated.",
-)
+@fail_on_option("Exit 1 only where this holds, like 'unexpected>0' or 'avoidable>1GiB' (docs/review.md).")
 @click.option("--explain", type=int, metavar="N", help="Show the formula and the source of row N of the table.")
 @click.option("--exact", is_flag=True, help="Show bytes to the last one instead of KiB, MiB, GiB.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write to a file instead.")

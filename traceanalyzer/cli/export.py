@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, refuse_own_input, whole_file
+from traceanalyzer.cli.common import job_of, job_option, param_option, parameters, refuse_own_input, whole_file
 
 if TYPE_CHECKING:
     from traceanalyzer.job import Job
@@ -39,7 +39,7 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str | 
     "--view", metavar="NAME", help="With --parquet or --csv: comm, kernel, ... (traceanalyzer sql RUN lists them)."
 )
 @click.option("--query", metavar="NAME", help="With --parquet or --csv: a query of the library.")
-@click.option("--param", "given", multiple=True, metavar="NAME=VALUE", help="Value of a parameter of the query.")
+@param_option
 @click.option("--ranks", callback=_numbers, metavar="SPEC", help="These ranks only, like 0-7,64,128-255:8.")
 @click.option("--steps", callback=_numbers, metavar="SPEC", help="These steps only.")
 @click.option(
@@ -102,23 +102,13 @@ def export_command(
         if perfetto is not None or chrome is not None:
             _timelines(run, job, perfetto, chrome, ranks, steps, clocks == "aligned", not no_host, quiet)
         if tables:
-            _tables(run, job, parquet, csv, view, query, _parameters(given), ranks, steps, quiet)
+            _tables(run, job, parquet, csv, view, query, parameters(given), ranks, steps, quiet)
 
 
 def refuse_folder_of(out: Path, files: Sequence[str]) -> None:
     """Refuses a folder for Parquet that the run itself lies in."""
     if out.is_dir() and any(out.resolve() in Path(f).resolve().parents for f in files):
         raise click.UsageError(f"{out}: the run lies in this folder. Give another one.")
-
-
-def _parameters(given: Sequence[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for pair in given:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise click.UsageError(f"--param {pair}: must be NAME=VALUE.")
-        values[key] = value
-    return values
 
 
 def _timelines(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from traceanalyzer import schema
-from traceanalyzer.cli.common import read_job_file
+from traceanalyzer.cli.common import read_job_file, run_option
 from traceanalyzer.errors import InputError, SchemaError
 
 if TYPE_CHECKING:
@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("merge")
 @click.argument("parts", nargs=-1, required=True, metavar="PART...")
-@click.option(
-    "-o",
-    "--out",
-    required=True,
-    metavar="RUN",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write. It appears when whole; what was there is replaced.",
-)
+@run_option
 @click.option(
     "--job",
     "job_file",

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, links_option, read_links, refuse_own_input
+from traceanalyzer.cli.common import (
+    job_of,
+    job_option,
+    links_option,
+    param_option,
+    parameters,
+    read_links,
+    refuse_own_input,
+    stdout_option,
+)
 from traceanalyzer.cli.sql import write_table, write_text
 
 if TYPE_CHECKING:
@@ -22,13 +31,7 @@ _ROWS = 40
 @click.argument("source", metavar="[RUN]", required=False)
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="List the queries, or with a NAME its parameters and columns.")
-@click.option(
-    "--param",
-    "given",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Value of a parameter; NULL for none. May be given several times.",
-)
+@param_option
 @click.option(
     "--format",
     "form",
@@ -37,9 +40,7 @@ _ROWS = 40
     show_default=True,
     help="A table to read (long cells cut), or all of it, exact.",
 )
-@click.option(
-    "-o", "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write here instead of stdout."
-)
+@stdout_option
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
@@ -79,12 +80,7 @@ def query_command(
     if name is None:
         raise click.UsageError("which query? traceanalyzer query --list names them.")
     query = named(name)
-    values: dict[str, str] = {}
-    for pair in given:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise click.UsageError(f"--param {pair}: must be NAME=VALUE.")
-        values[key] = value
+    values = parameters(given)
     links = read_links(links_file)
     with Run.open(source) as run:
         refuse_own_input(out, run.files)

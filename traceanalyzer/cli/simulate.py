@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import read_job_file, refuse_own_input
+from traceanalyzer.cli.common import read_job_file, refuse_own_input, run_option
 from traceanalyzer.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,14 +63,7 @@ def _faults() -> ModuleType:
 
 @click.command("simulate")
 @click.argument("job_file", metavar="JOB", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option(
-    "-o",
-    "--out",
-    required=True,
-    metavar="RUN",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The run table to write. It appears when whole; what was there is replaced.",
-)
+@run_option
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Steps to run.")
 @click.option(
     "--ranks",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traceanalyzer.cli.common import job_of, job_option, refuse_own_input, whole_file
+from traceanalyzer.cli.common import job_of, job_option, refuse_own_input, stdout_option, whole_file
 from traceanalyzer.errors import TraceAnalyzerError
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ _SUFFIXES = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
     type=click.Choice(["table", "csv", "json", "parquet"]),
     help="A table to read (long cells cut), or all of it, exact.  [default: by the suffix of -o, else table]",
 )
-@click.option(
-    "-o", "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write here instead of stdout."
-)
+@stdout_option
 @click.option(
     "--limit",
     type=click.IntRange(min=0),

@@ -28,9 +28,6 @@ from traceanalyzer.simulate.schedules import Await, Exchange, Launch, Order, Pas
 from traceanalyzer.simulate.walk_expert import Router, Routing, Splits, moe
 from traceanalyzer.simulate.walk_tape import Owed, Sizes, Tape
 
-HOST_COSTS = ("data", "python")
-"""Names of the host's own work in programs: loading a micro-batch, writing the log."""
-
 
 @dataclass(frozen=True)
 class Changes:
