@@ -9,7 +9,8 @@ itself (both know the same of it):
   args carry the number of the record as ``call``;
 - naming.py's hook is installed: a range is opened while a profiler records.
 
-With neither, the wrapper reads two attributes and calls torch. A call that a call makes is not recorded again.
+With neither, the methods are torch's own: a dormant collector costs a call nothing. A call that a call makes is not
+recorded again.
 
 Calls that C++ issues (torch's DistributedDataParallel, functional collectives) do not pass these methods: dispatch.py
 sees them. ``want_dispatcher`` says that the job uses such a thing; ``after_import`` watches for it.
@@ -101,6 +102,11 @@ _TRIES = 8
 
 _NOBODY: tuple[Any, ...] = (None,)
 
+_NOT_GIVEN: Any = object()
+
+_next_form = itertools.count().__next__
+"""Numbers of forms, which no two logs of a process share."""
+
 Facts = tuple[Any, ...]
 """What the arguments of a call say: dtype, in_elems, out_elems, reduce_op, root, peer, in_splits, out_splits, tensors,
 is_async."""
@@ -186,6 +192,11 @@ def global_rank(ranks: list[int] | None, rank: Any) -> int | None:
     return ranks[rank]
 
 
+def _given(*args: Any) -> list[Any]:
+    """The arguments that were given."""
+    return [value for value in args if value is not _NOT_GIVEN]
+
+
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, names: tuple[str, ...]) -> Any:
     """The argument at ``position`` or under one of ``names``; None if it was not given."""
     if position < len(args):
@@ -214,6 +225,8 @@ class Reductions:
         self.kind = kind
         self.latest: tuple[Any, Any] = (None, None)
         self.names: dict[int, str] = {}
+        self.total = getattr(kind, "SUM", _NOT_GIVEN)
+        """torch's own constant for the reduction that nearly every call asks for."""
         self.options = [found for name in _OPTIONS if (found := getattr(_distributed_c10d, name, None)) is not None]
         self.watched: list[tuple[Any, property, property]] = []
         self.by_hash: dict[int, str] = {}
@@ -278,13 +291,15 @@ def place_of_message(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 class Kind:
     """One kind of call: its operation, how it is called in the record, and what makes the record of its arguments."""
 
-    __slots__ = ("build", "method", "op", "point_to_point")
+    __slots__ = ("build", "forms", "method", "op", "point_to_point")
 
     def __init__(self, op: str, method: str, describe: Describe, build: Build | None = None) -> None:
         self.op = op
         self.method = method
         self.point_to_point = op in POINT_TO_POINT
         self.build = build or self.builder(describe)
+        self.forms: dict[int, Form] | None = None
+        """id of a group -> how calls of this kind look in it; None for kinds that have no short record."""
 
     def builder(self, describe: Describe) -> Build:
         """The way of any kind of call to its record."""
@@ -433,10 +448,10 @@ class Me:
     def __init__(self) -> None:
         self.inside = False
         self.tid = threading.get_native_id()
-        _threads[self.tid] = self
 
 
 _threads: dict[int, Me] = {}
+"""Number of each living thread that made calls, as Python numbers threads -> the thread."""
 
 
 def inside() -> int:
@@ -444,20 +459,42 @@ def inside() -> int:
     return sum(me.inside for me in list(_threads.values()))
 
 
+class _Life:
+    """Ends with its thread, which is then forgotten before another thread gets its number."""
+
+    __slots__ = ("ident", "me", "threads")
+
+    def __init__(self, me: Me) -> None:
+        self.ident, self.me = threading.get_ident(), me
+        self.threads = _threads  # when the interpreter ends, the module is gone first
+        self.threads[self.ident] = me
+
+    def __del__(self) -> None:
+        if self.threads.get(self.ident) is self.me:
+            del self.threads[self.ident]
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
         self.me = Me()
+        self.life = _Life(self.me)
 
 
 thread = _Thread()
 """``thread.me`` is the thread that runs."""
+
+Form = tuple[Any, Any, Group, int, Callable[[], int], Callable[[], int]]
+"""How calls of a kind look in a group: the log that was told so and its queue, the group, the form's number, and
+what numbers the calls, those of the process and those of the group."""
 
 
 class Hook:
     """One installation: the replaced methods, the groups and their counters."""
 
     def __init__(self) -> None:
-        import torch
         from torch._C._distributed_c10d import ProcessGroup
         from torch._C._profiler import _RecordFunctionFast
         from torch.autograd import profiler
@@ -470,14 +507,12 @@ class Hook:
         self.range: Any = _RecordFunctionFast
         self.flags: Any = profiler
         self.world: Any = distributed_c10d._world
-        core: Any = torch._C  # its stubs do not know all of it
-        self.profiling_here: Callable[[], bool] = core._autograd._profiler_enabled
         # A profile that a daemon starts shows in none of the flags.
         self.always = bool(os.environ.get("KINETO_USE_DAEMON"))
         self.lock = threading.Lock()
         self.groups: dict[int, Group] = {}
-        self.known: dict[int, tuple[Any, Callable[[Any], None], Group, int, Callable[[], int]]] = {}
-        """id of a group -> the log that was told all of it, and what a record of a call needs."""
+        self.short: list[Kind] = []
+        """Kinds with short records."""
         self.counters: dict[tuple[Any, ...], tuple[Callable[[], int], Callable[[], int]]] = {}
         self.orphans: dict[tuple[Any, ...], Group] = {}
         self.next_group = itertools.count().__next__
@@ -485,25 +520,49 @@ class Hook:
         self.next_block = itertools.count().__next__
         self.told: tuple[Any, int] = (None, 0)
         self.reductions = Reductions()
-        self.replaced: dict[str, tuple[Any, Any]] = {}
-
-    def put(self) -> None:
-        """Replaces the methods. An error leaves those that were replaced to take()."""
+        # what stands in the class -> what takes its place; made once, so that Python has it optimized when it comes back
+        self.wrappers: dict[str, tuple[Any, Any]] = {}
         for name in METHODS:
             if name in self.cls.__dict__:
                 # getattr gives an unbound builtin: right for calling, wrong for putting back.
-                wrapper = self.wrap(name, getattr(self.cls, name))
-                self.replaced[name] = (self.cls.__dict__[name], wrapper)
+                self.wrappers[name] = (self.cls.__dict__[name], self.wrap(name, getattr(self.cls, name)))
+        self.there: set[str] = set()
+        """Methods in whose place ours stand, or over ours somebody else's."""
+
+    def sync(self) -> None:
+        """Puts the methods' hook in place while somebody uses it, and torch's own methods back while nobody does."""
+        active = self.session and state.on
+        with self.lock:
+            if active or self.naming:
+                self.put()
+            else:
+                self.take()
+        if active:
+            self.reductions.watch()
+        else:
+            self.reductions.unwatch()
+
+    def put(self) -> None:
+        """Replaces the methods. An error leaves those that were replaced to take()."""
+        for name, (_, wrapper) in self.wrappers.items():
+            if name not in self.there:
                 setattr(self.cls, name, wrapper)
+                self.there.add(name)
 
     def take(self) -> None:
         """Puts the methods back. One that somebody replaced over ours is left, and ours under it passes through."""
-        self.naming = self.session = False
-        self.known.clear()
-        self.reductions.unwatch()
-        for name, (original, wrapper) in self.replaced.items():
+        for name in list(self.there):
+            original, wrapper = self.wrappers[name]
             if self.cls.__dict__.get(name) is wrapper:
                 setattr(self.cls, name, original)
+                self.there.discard(name)
+
+    def end(self) -> None:
+        """Nobody uses it any more."""
+        self.naming = self.session = False
+        self.forget()
+        self.reductions.unwatch()
+        self.take()
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function that takes the place of a method."""
@@ -516,7 +575,10 @@ class Hook:
             kind = _kind(name, self.reductions)
             wrapper = self.around(kind, call)
             if name in _WRITTEN_OUT:
-                wrapper = self.written_out(kind, call, wrapper)
+                kind.forms = {}
+                self.short.append(kind)
+                written_out = self.in_place if METHODS[name][1] == _IN_PLACE else self.from_to
+                wrapper = written_out(kind, kind.forms, call, wrapper)
         return functools.wraps(call)(wrapper)
 
     # -- around a call ---------------------------------------------------------------------------------------------
@@ -527,9 +589,9 @@ class Hook:
         All calls of the job pass here, so that it is one function with its names at hand.
         """
         here, switches, hook, now = thread, state, self, time.time_ns
-        groups, known = self.groups, self.known
+        groups = self.groups
         method, point_to_point, build = kind.method, kind.point_to_point, kind.build
-        flags, profiling_here, always = self.flags, self.profiling_here, self.always
+        flags, always = self.flags, self.always
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # The group stays among args: handing on what came costs half of taking it apart and putting it together.
@@ -549,12 +611,12 @@ class Hook:
                     if group is None or group.tries:
                         group = hook.learn(pg)
                     seq = group.p2p() if point_to_point else group.collective()
-                    marked = switches.marking or flags._is_profiler_enabled or profiling_here() or always
+                    marked = switches.marking or flags._is_profiler_enabled or always
                     if switches.on and (log := switches.log) is not None:
                         if group.said is not log:
                             hook.say(group, log)
-                        elif not (group.tries or always) and known.get(id(pg), _NOBODY)[0] is not log:
-                            known[id(pg)] = (log, log.put, group, group.number, group.collective)
+                        elif (forms := kind.forms) is not None and forms.get(id(pg), _NOBODY)[0] is not log:
+                            hook.form(kind, forms, pg, group, log)
                         record = build(args, kwargs, group, seq, hook.next_call(), me.tid)
                         if marked:
                             scope = hook.open(kind, group, record)
@@ -578,74 +640,165 @@ class Hook:
 
         return wrapper
 
-    def written_out(self, kind: Kind, call: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``around`` does, written out for a record without a range and the most frequent forms of calls.
+    # What ``around`` does, written out for a record without a range and the most frequent forms of calls: each is one
+    # function that makes one short record, as every instruction is felt where a backend's threads have emptied the caches.
+    # Whatever looks different goes the way of ``otherwise``, which is ``around``. What is bound where ``plain`` is true, is
+    # bound where the record is made.
 
-        Whatever looks different goes the way of ``otherwise``, which is ``around``.
-        """
-        here, switches, hook, known, now = thread, state, self, self.known, time.time_ns
-        flags, profiling_here = self.flags, self.profiling_here
-        method, op, reductions, dtypes = kind.method, kind.op, self.reductions, _dtypes
-        names, by_hash = reductions.names, reductions.by_hash
-        in_place, reducing = METHODS[method][1] == _IN_PLACE, op in REDUCING
+    def in_place(
+        self,
+        kind: Kind,
+        forms: dict[int, Form],
+        call: Callable[..., Any],
+        otherwise: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """For calls with (group, [tensor], options)."""
+        threads, ident, switches, hook, now = _threads, threading.get_ident, state, self, time.time_ns
+        flags = self.flags
+        method, reductions, dtypes = kind.method, self.reductions, _dtypes
+        names, by_hash, total = reductions.names, reductions.by_hash, reductions.total
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not (switches.on or hook.naming):
-                return call(*args, **kwargs) if kwargs else call(*args)
-            me: Me = here.me
+        def wrapper(
+            pg: Any = _NOT_GIVEN, tensors: Any = _NOT_GIVEN, options: Any = _NOT_GIVEN, /, *rest: Any, **named: Any
+        ) -> Any:
             plain = False
             try:
-                if in_place:
-                    pg, (tensor,), options = args
-                    source = tensor
-                else:
-                    pg, tensor, source, options = args
-                log, put, group, group_number, next_seq = known[id(pg)]
+                log, waiting, group, form, next_call, next_seq = forms[id(pg)]
+                me = threads[ident()]
                 if not (
-                    me.inside
-                    or kwargs
-                    or log is not switches.log
+                    log is not switches.log
+                    or me.inside
+                    or rest
+                    or named
                     or switches.marking
                     or flags._is_profiler_enabled
-                    or profiling_here()
                 ):
-                    dtype = tensor.dtype
-                    given = got = tensor.numel()
-                    if not in_place:
-                        given = source.numel()
-                    reduce_op = None
-                    if reducing:
-                        latest, reduction = reductions.latest
-                        reduce_op = names.get(id(reduction)) if latest is options else None
-                        if reduce_op is None:
-                            reduce_op = by_hash[hash(options.reduceOp)]
+                    (tensor,) = tensors
+                    dtype, elements = dtypes[tensor.dtype], tensor.numel()
                     is_async = options.asyncOp
-                    if switches.on and (in_place or source.dtype is dtype):
-                        dtype, step, place = dtypes[dtype], switches.step, switches.place
-                        number, seq = hook.next_call(), next_seq()
+                    latest, reduction = reductions.latest
+                    if latest is options and reduction is total:
+                        reduction = "sum"
+                    elif latest is not options or (reduction := names.get(id(reduction))) is None:
+                        reduction = by_hash[hash(options.reduceOp)]
+                    step, place, block = switches.step, switches.place, group.block
+                    if switches.on:
+                        number, seq = next_call(), next_seq()
                         plain = True
             except Exception:  # noqa: BLE001 - another form of the call, or an error: the general way tells
                 plain = False
             if not plain:
-                return otherwise(*args, **kwargs)
+                return otherwise(*_given(pg, tensors, options), *rest, **named)
             start = now()
-            me.inside = True
+            me.inside = True  # pyright: ignore[reportPossiblyUnboundVariable]
             try:
-                return call(*args)
+                return call(pg, tensors, options)
             except BaseException as error:
                 hook.raised(method, error)
                 raise
             finally:
-                me.inside = False
-                # One tuple, written out: this is what the time goes into. All of it is bound where plain is true.
+                me.inside = False  # pyright: ignore[reportPossiblyUnboundVariable]
                 # fmt: off
-                put(("call", number, group_number, op, method, seq,  # pyright: ignore[reportPossiblyUnboundVariable]
-                     dtype, given, got, reduce_op, None, None, None,  # pyright: ignore[reportPossiblyUnboundVariable]
-                     None, None, group.block, is_async, start, now(),  # pyright: ignore[reportPossiblyUnboundVariable]
-                     step, place, me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
+                if len(waiting) < log.max_queue:  # pyright: ignore[reportPossiblyUnboundVariable]
+                    waiting.append((form, number, seq, dtype, elements, elements, reduction,  # pyright: ignore[reportPossiblyUnboundVariable]
+                            block, is_async, start, now(), step, place,  # pyright: ignore[reportPossiblyUnboundVariable]
+                            me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
+                else:
+                    log.dropped += 1  # pyright: ignore[reportPossiblyUnboundVariable]
                 # fmt: on
 
         return wrapper
+
+    def from_to(
+        self,
+        kind: Kind,
+        forms: dict[int, Form],
+        call: Callable[..., Any],
+        otherwise: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """For calls with (group, output, input, options)."""
+        threads, ident, switches, hook, now = _threads, threading.get_ident, state, self, time.time_ns
+        flags = self.flags
+        method, reductions, dtypes = kind.method, self.reductions, _dtypes
+        names, by_hash, total = reductions.names, reductions.by_hash, reductions.total
+        reducing = kind.op in REDUCING
+
+        def wrapper(
+            pg: Any = _NOT_GIVEN,
+            target: Any = _NOT_GIVEN,
+            source: Any = _NOT_GIVEN,
+            options: Any = _NOT_GIVEN,
+            /,
+            *rest: Any,
+            **named: Any,
+        ) -> Any:
+            plain = False
+            try:
+                log, waiting, group, form, next_call, next_seq = forms[id(pg)]
+                me = threads[ident()]
+                if not (
+                    log is not switches.log
+                    or me.inside
+                    or rest
+                    or named
+                    or switches.marking
+                    or flags._is_profiler_enabled
+                ):
+                    dtype = target.dtype
+                    got, given = target.numel(), source.numel()
+                    is_async = options.asyncOp
+                    reduction = None
+                    if reducing:
+                        latest, reduction = reductions.latest
+                        if latest is options and reduction is total:
+                            reduction = "sum"
+                        elif latest is not options or (reduction := names.get(id(reduction))) is None:
+                            reduction = by_hash[hash(options.reduceOp)]
+                    step, place, block = switches.step, switches.place, group.block
+                    if switches.on and source.dtype is dtype:
+                        dtype = dtypes[dtype]
+                        number, seq = next_call(), next_seq()
+                        plain = True
+            except Exception:  # noqa: BLE001 - another form of the call, or an error: the general way tells
+                plain = False
+            if not plain:
+                return otherwise(*_given(pg, target, source, options), *rest, **named)
+            start = now()
+            me.inside = True  # pyright: ignore[reportPossiblyUnboundVariable]
+            try:
+                return call(pg, target, source, options)
+            except BaseException as error:
+                hook.raised(method, error)
+                raise
+            finally:
+                me.inside = False  # pyright: ignore[reportPossiblyUnboundVariable]
+                # fmt: off
+                if len(waiting) < log.max_queue:  # pyright: ignore[reportPossiblyUnboundVariable]
+                    waiting.append((form, number, seq, dtype, given, got, reduction,  # pyright: ignore[reportPossiblyUnboundVariable]
+                            block, is_async, start, now(), step, place,  # pyright: ignore[reportPossiblyUnboundVariable]
+                            me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
+                else:
+                    log.dropped += 1  # pyright: ignore[reportPossiblyUnboundVariable]
+                # fmt: on
+
+        return wrapper
+
+    def form(self, kind: Kind, forms: dict[int, Form], pg: Any, group: Group, log: Any) -> None:
+        """Tells the log how calls of a kind look in a group; from then on they get short records."""
+        if group.tries or self.always:
+            return
+        number = _next_form()
+        if log.put(["form", number, group.number, kind.op, kind.method]):
+            forms[id(pg)] = (log, log.waiting, group, number, self.next_call, group.collective)
+
+    def forget(self, key: int | None = None) -> None:
+        """The next calls in a group (in all groups) get whole records again."""
+        for kind in self.short:
+            if kind.forms is not None:
+                if key is None:
+                    kind.forms.clear()
+                else:
+                    kind.forms.pop(key, None)
 
     def open(self, kind: Kind, group: Group, record: list[Any]) -> Any:
         scope = self.range(f"ta:{kind.op}", [], arguments(record, {**group.identity}))
@@ -704,7 +857,7 @@ class Hook:
 
     def recording(self) -> bool:
         """Whether a profiler may be recording this thread."""
-        return bool(state.marking or self.flags._is_profiler_enabled or self.profiling_here() or self.always)
+        return bool(state.marking or self.flags._is_profiler_enabled or self.always)
 
     def failed(self, error: Exception, where: str) -> None:
         """An error of ours: naming is switched off at the first, the session counts them."""
@@ -746,11 +899,11 @@ class Hook:
                 group = self.orphans[identity] = Group(self.next_group())
         else:
             group = Group(self.next_group())
-        groups, told = self.groups, self.known
+        groups, forget = self.groups, self.forget
 
         def gone(_ref: Any) -> None:
             groups.pop(key, None)
-            told.pop(key, None)
+            forget(key)
 
         group.ref = weakref.ref(pg, gone)
         groups[key] = group
@@ -784,7 +937,7 @@ class Hook:
         if known != group.facts:
             group.facts = known
             group.said = None
-            self.known.pop(id(pg), None)
+            self.forget(id(pg))
 
     def backend(self, pg: Any) -> str | None:
         try:
@@ -840,9 +993,11 @@ def install(mode: str = "auto") -> None:
     """
     global _mode
     with _lock:
-        hook = installed_hook()
+        hook = the_hook()
         hook.session = True
+        hook.forget()
         hook.next_call = itertools.count().__next__
+        hook.sync()
         _mode = mode
         _not_seen.clear()
     if mode == "dispatcher":
@@ -851,18 +1006,12 @@ def install(mode: str = "auto") -> None:
         watch()
 
 
-def installed_hook() -> Hook:
+def the_hook() -> Hook:
     """The installation; makes it if there is none. Raises what is missing in this torch."""
     global _hook
     with _lock:
         if _hook is None:
-            hook = Hook()
-            try:
-                hook.put()
-            except BaseException:
-                hook.take()
-                raise
-            _hook = hook
+            _hook = Hook()
         return _hook
 
 
@@ -875,8 +1024,7 @@ def uninstall() -> None:
             dispatcher.remove()
         if _hook is not None:
             _hook.session = False
-            _hook.known.clear()
-            _hook.reductions.unwatch()
+            _hook.forget()
             release()
 
 
@@ -885,8 +1033,10 @@ def release() -> None:
     global _hook
     with _lock:
         if _hook is not None and not _hook.naming and not _hook.session:
-            _hook.take()
+            _hook.end()
             _hook = None
+        elif _hook is not None:
+            _hook.sync()
 
 
 def say_groups() -> None:
@@ -903,7 +1053,7 @@ def report() -> dict[str, Any]:
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")
     return {
         "mode": _mode,
-        "methods": len(_hook.replaced) if _hook is not None and _hook.session else 0,
+        "methods": len(_hook.wrappers) if _hook is not None and _hook.session else 0,
         "dispatcher": list(dispatcher.reasons()) if dispatcher is not None else [],
         "not_seen": sorted(_not_seen),
     }
@@ -924,10 +1074,7 @@ def switched() -> None:
     """To be called after ``state.on`` has changed, outside of calls. Never raises."""
     try:
         if _hook is not None:
-            if state.on and _hook.session:
-                _hook.reductions.watch()
-            else:
-                _hook.reductions.unwatch()
+            _hook.sync()
     except Exception as error:  # noqa: BLE001 - the job does not depend on us
         state.failed("switched", error)
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")
@@ -1048,11 +1195,11 @@ def after_fork() -> None:
     on_change.clear()
     on_group.clear()
     _threads.clear()
-    thread.me = Me()
+    thread.renew()
     if _hook is not None:
         _hook.lock = threading.Lock()
         _hook.next_call = itertools.count().__next__
-        _hook.known.clear()
+        _hook.forget()
         for group in list(_hook.groups.values()):
             group.said = None
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")

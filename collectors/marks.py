@@ -719,13 +719,15 @@ class _Marks:
                 place = before.nested.get(mark)
                 if place is None:
                     place = before.nested[mark] = nested(before)
-                self.go(place)
+                self.now = place
+                state.place = place.number
             except Exception as error:  # noqa: BLE001 - the job goes on
                 state.failed("marks.label", error)
             try:
                 return call(*args, **kwargs)
             finally:
-                self.go(before)
+                self.now = before
+                state.place = before.number
 
         return wrapper
 
@@ -1115,7 +1117,9 @@ class _Marks:
                 self.now = place
                 state.place = place.number
                 if layer:
-                    scope, start_ns = self.open(f"layer {place.key.layer}"), time.time_ns()
+                    if state.marking:
+                        scope = self.open(f"layer {place.key.layer}")
+                    start_ns = time.time_ns()
                 elif label.experts is not None:
                     self.say_rows(label.experts, args, kwargs, place.number)
             except Exception as error:  # noqa: BLE001 - the job goes on
@@ -1124,7 +1128,8 @@ class _Marks:
                 out = call(module, *args, **kwargs)
             finally:
                 if layer:
-                    self.close(scope)
+                    if scope is not None:
+                        self.close(scope)
                     self.span("layer", f"layer {place.key.layer}", start_ns, place.number)
                 self.now = before
                 state.place = before.number
@@ -1165,7 +1170,7 @@ class _Marks:
     def hook_nodes(self, out: Any, args: Any, place: Place, whole: bool) -> None:
         """Has autograd say when it begins with what gave ``out``. Never raises."""
         try:
-            backward = self.backward_of(place)
+            backward = place.backward or self.backward_of(place)
             tensor = out[0] if type(out) is tuple else out  # what else a module gives out hangs on the same work
             node = getattr(tensor, "grad_fn", None)
             # An inner module with the same output said more; an input that is handed on is not ours.
@@ -1206,8 +1211,10 @@ class _Marks:
         @functools.wraps(call_forward)
         def forward_wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.compiling() and state.on:
-                with contextlib.suppress(Exception):
+                try:  # noqa: SIM105 - contextlib.suppress costs five calls
                     ctx._traceanalyzer_place = self.now
+                except Exception:  # noqa: BLE001 - a place less
+                    pass
             return call_forward(ctx, *args, **kwargs)
 
         @functools.wraps(call_backward)
@@ -1219,13 +1226,15 @@ class _Marks:
                 return call_backward(ctx, *args, **kwargs)
             before = self.now
             try:
-                self.go(self.backward_of(place))
+                self.now = place = place.backward or self.backward_of(place)
+                state.place = place.number
             except Exception as error:  # noqa: BLE001 - the job goes on
                 state.failed("marks.function", error)
             try:
                 return call_backward(ctx, *args, **kwargs)
             finally:
-                self.go(before)
+                self.now = before
+                state.place = before.number
 
         self.put(cls, "forward", staticmethod(forward_wrapper))
         self.put(cls, "backward", staticmethod(backward_wrapper))
@@ -1405,7 +1414,9 @@ class _Marks:
         """Takes the two questions that wrappers ask from torch, as soon as it has them."""
         torch = sys.modules.get("torch")
         self.grad_enabled = getattr(torch, "is_grad_enabled", self.grad_enabled)
-        self.compiling = getattr(sys.modules.get("torch.compiler"), "is_compiling", self.compiling)
+        # Dynamo takes both for True while it traces, so that nothing of ours is traced; the second costs a third of the first
+        for name in ("is_compiling", "is_dynamo_compiling"):
+            self.compiling = getattr(sys.modules.get("torch.compiler"), name, self.compiling)
 
     def hook(self, module: Any, target: Target) -> None:
         owner: Any = module

@@ -65,12 +65,17 @@ def install() -> bool:
         _reason = None
         try:
             hooks.release()
-            hook = hooks.installed_hook()
+            hook = hooks.the_hook()
+            hook.reason = None
+            hook.naming = True
+            hook.sync()
         except Exception as error:  # noqa: BLE001 - a job on another torch goes on without the hook
             _reason = f"{type(error).__name__} in install: {error}"
+            if hook is not None:
+                hook.naming = False
+                with contextlib.suppress(Exception):
+                    hooks.release()
             return False
-        hook.reason = None
-        hook.naming = True
         return True
 
 

@@ -13,6 +13,9 @@ record     items
 "group"    number, {name, description, backend, ranks, size, rank}: one process group, said before its first use
 "place"    number, {microbatch, chunk, layer, phase, component}: said before its first use; step is not part of it
 "call"     one call of c10d: the fields of CALL in their order
+"form"     number, group, op, method: what the short records of calls have in common that begin with this number
+number     of a "form": one call of c10d in short, the fields of SHORT in their order, the others of CALL are null. Readers
+           see a "call"
 "span"     kind (step, microbatch, forward, backward, layer, module, optimizer, window), name, start_ns, end_ns, tid,
            step, place
 "experts"  number, {dispatcher, first, local, ranks, tensor_ranks}: the local experts of a layer, said before their first
@@ -44,7 +47,7 @@ from typing import IO, Any
 
 __all__ = ["CALL", "MAGIC", "Contents", "Log", "read"]
 
-MAGIC = b"TALOG\x00\x00\x01"
+MAGIC = b"TALOG\x00\x00\x02"
 """First bytes of a log; the last one is the version of the layout. A reader refuses a newer one."""
 
 CALL: tuple[str, ...] = (
@@ -72,6 +75,12 @@ CALL: tuple[str, ...] = (
 )
 """Fields of a "call" record after its first item, in order."""
 
+SHORT = (
+    *("form", "number", "seq", "dtype", "in_elems", "out_elems", "reduce_op", "coalesce", "is_async", "t_issue_ns"),
+    *("t_issue_end_ns", "step", "place", "tid"),
+)
+"""Fields of a short record of a call, in order: the form is its first item."""
+
 _FRAME = struct.Struct("<II")
 _BATCH = 256
 """Records in one frame at most: a frame is made in well under a millisecond, during which Python threads wait."""
@@ -82,7 +91,8 @@ class Log:
 
     path: of the file; its folder is made. max_queue: records that wait at most; further ones are dropped and counted.
     max_bytes: of the file; when it is reached, records are dropped and counted. interval_s: between two writes.
-    on_failure: called once, on the log's thread, with why nothing more is written.
+    on_failure: called once, on the log's thread, with why nothing more is written. waiting: the queue; what is quicker than
+    ``put`` may append to it while it holds fewer than ``max_queue``, and counts in ``dropped`` what it does not append.
     """
 
     def __init__(
@@ -98,16 +108,16 @@ class Log:
         self.dropped = 0
         self.written = 0
         self.failure: str | None = None
-        self._waiting: deque[Any] = deque()
-        self._max_queue = max_queue
+        self.waiting: deque[Any] = deque()
+        self.max_queue = max_queue
         self._max_bytes = max_bytes
         self._interval_s = interval_s
         self._on_failure = on_failure
         self._bytes = 0
         self._issues: dict[tuple[str, str], int] = {}
         self._file: IO[bytes] | None = None
-        self.put: Callable[[Sequence[Any]], None] = self._putter()
-        """Queues one record; what does not fit is dropped and counted."""
+        self.put: Callable[[Sequence[Any]], bool] = self._putter()
+        """Queues one record; what does not fit is dropped and counted. False: it was dropped."""
         self._wake = threading.Event()
         self._stop = False
         self._writing = threading.Lock()
@@ -116,16 +126,17 @@ class Log:
 
     # -- from the job's threads ------------------------------------------------------------------------------------
 
-    def _putter(self) -> Callable[[Sequence[Any]], None]:
-        """``put``, as a function that has at hand what it needs: every call of the job ends in it."""
-        waiting, limit = self._waiting, self._max_queue
+    def _putter(self) -> Callable[[Sequence[Any]], bool]:
+        """``put``, as a function that has at hand what it needs: it is called often."""
+        waiting, limit = self.waiting, self.max_queue
         append = waiting.append
 
-        def put(record: Sequence[Any]) -> None:
+        def put(record: Sequence[Any]) -> bool:
             if len(waiting) >= limit:
                 self.dropped += 1
-            else:
-                append(record)
+                return False
+            append(record)
+            return True
 
         return put
 
@@ -186,7 +197,7 @@ class Log:
 
     def flush(self) -> None:
         """Writes what waits, on the calling thread."""
-        while self._waiting and self.failure is None:
+        while self.waiting and self.failure is None:
             self._write_batch()
 
     def _run(self) -> None:
@@ -206,8 +217,8 @@ class Log:
     def _write_batch(self) -> None:
         with self._writing:
             batch: list[Any] = []
-            while self._waiting and len(batch) < _BATCH:
-                batch.append(self._waiting.popleft())
+            while self.waiting and len(batch) < _BATCH:
+                batch.append(self.waiting.popleft())
             if not batch or self._file is None:
                 self.dropped += len(batch)
                 return
@@ -260,10 +271,13 @@ class Contents:
 def frames(path: Path, decode: Callable[[bytes], Any] = json.loads) -> Iterator[list[list[Any]] | str]:
     """The records of each whole frame, in order; a last item of text says why the rest could not be read.
 
+    Short records of calls come as "call" records; one whose form the log lacks comes as it is.
+
     ``decode`` reads the JSON of a frame: a reader that has a faster library than Python's own brings it. Raises ValueError
     for a file that is no log or has a newer layout; OSError as opening does.
     """
     with path.open("rb") as file:
+        forms: dict[Any, list[Any]] = {}
         start = file.read(len(MAGIC))
         if start[:-1] != MAGIC[:-1]:
             raise ValueError(f"{path.name}: not a collector's log")
@@ -282,7 +296,26 @@ def frames(path: Path, decode: Callable[[bytes], Any] = json.loads) -> Iterator[
                 rest = len(head) + len(payload) + len(file.read())
                 yield f"{rest} bytes from a frame with a wrong checksum on"
                 return
-            yield decode(zlib.decompress(payload))
+            yield _whole(decode(zlib.decompress(payload)), forms)
+
+
+def _whole(records: Any, forms: dict[Any, list[Any]]) -> Any:
+    """A frame's records without short ones; remembers the forms that it says."""
+    if not isinstance(records, list):
+        return records
+    found: list[Any] = records
+    nothing = [None] * 5
+    kept: list[Any] = []
+    for item in found:
+        first = item[0] if isinstance(item, list) and item else None
+        if type(first) is int and len(item) == len(SHORT) and first in forms:
+            # in the order of CALL: number, the form, seq to reduce_op, five that such a call has not, the rest
+            kept.append(["call", item[1], *forms[first], *item[2:7], *nothing, *item[7:]])
+        elif first == "form" and len(item) == 5 and type(item[1]) is int:
+            forms[item[1]] = item[2:]
+        else:
+            kept.append(item)
+    return kept
 
 
 def read(path: Path) -> Contents:

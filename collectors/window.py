@@ -634,9 +634,9 @@ def _switch(session: Any, on: bool) -> None:
         call()
         return
     state.on = on
-    dispatch = sys.modules.get("traceanalyzer.collectors.dispatch")
-    if dispatch is not None:
-        dispatch.sync()
+    hooks = sys.modules.get("traceanalyzer.collectors.hooks")
+    if hooks is not None:
+        hooks.switched()
 
 
 _children_safe = False

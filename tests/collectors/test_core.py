@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,112 @@ def test_a_dormant_session_records_nothing_until_it_is_activated(world: Any, tmp
     log = logs(tmp_path)[0]
     assert [(call["in_elems"], call["step"]) for call in calls(log)] == [(2, 7)]
     assert [group["description"] for _, group in records(log, "group")] == ["default_pg", "LATE"]
+
+
+def test_a_dormant_session_leaves_torchs_own_methods(world: Any, tmp_path: Path) -> None:
+    methods: Any = type(world.group.WORLD)
+    names = sorted(name for name in hooks.METHODS if name in methods.__dict__)
+    assert {"allreduce", "send", "barrier", "all_gather_single", "_allgather_base"} <= set(names)
+    own = {name: methods.__dict__[name] for name in names}
+
+    def replaced() -> list[str]:
+        return [name for name in names if methods.__dict__[name] is not own[name]]
+
+    session = open_session({"run_dir": str(tmp_path), "dormant": True, **QUIET})
+    assert session.facts["hooks"]["methods"] == len(names)
+    assert replaced() == []
+    session.activate()
+    assert replaced() == names
+    world.all_reduce(ones(2))
+    theirs = methods.barrier
+    methods.barrier = lambda *args, **kwargs: theirs(*args, **kwargs)  # somebody else's, over ours
+    session.deactivate()
+    assert replaced() == ["barrier"]
+    world.barrier()
+    session.activate()
+    assert replaced() == names
+    world.barrier()
+    session.close()
+    assert replaced() == ["barrier"]
+    methods.barrier = own["barrier"]
+    assert [call["op"] for call in calls(logs(tmp_path)[0])] == ["all_reduce", "barrier"]
+
+
+SHORT_WAYS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda world: world.all_reduce(ones(6)),
+    "max, of whole numbers, not waited for": lambda world: world.all_reduce(
+        ones(4).long(), world.ReduceOp.MAX, async_op=True
+    ),
+    "reduction read from the options": lambda world: world.group.WORLD.allreduce(
+        [ones(3)], world.distributed_c10d.AllreduceOptions()
+    ),
+    "gathered": lambda world: world.all_gather_into_tensor(ones(8), ones(2)),
+    "scattered": lambda world: world.reduce_scatter_tensor(ones(2), ones(8), world.ReduceOp.AVG),
+}
+
+
+@pytest.mark.parametrize("way", SHORT_WAYS)
+def test_a_short_record_says_what_the_whole_one_said(session: Session, world: Any, tmp_path: Path, way: str) -> None:
+    session.step_begins(5)
+    state.place = 0
+    for _ in range(3):
+        SHORT_WAYS[way](world)
+    session.step_ends(5)
+    session.close()
+    first, *others = calls(logs(tmp_path)[0])
+    assert [first["number"], first["seq"], first["step"], first["tid"]] == [0, 0, 5, threading.get_native_id()]
+    for n, call in enumerate(others, 1):
+        assert {**call, "t_issue_ns": 0, "t_issue_end_ns": 0} == {
+            **first, "number": n, "seq": n, "t_issue_ns": 0, "t_issue_end_ns": 0
+        }  # fmt: skip
+        assert first["t_issue_end_ns"] <= call["t_issue_ns"] <= call["t_issue_end_ns"]
+    kinds = [item[0] for frame in written(logs(tmp_path)[0]) for item in frame]
+    assert (kinds.count("call"), kinds.count("form"), sum(isinstance(kind, int) for kind in kinds)) == (1, 1, 2)
+
+
+def written(path: Path) -> list[Any]:
+    """The frames of a log as they were written."""
+    left, frames = path.read_bytes()[len(record.MAGIC) :], []
+    while left:
+        size = int.from_bytes(left[:4], "little")
+        frames.append(json.loads(zlib.decompress(left[8 : 8 + size])))
+        left = left[8 + size :]
+    return frames
+
+
+def test_the_queue_of_short_records_has_its_limit_too(world: Any, tmp_path: Path) -> None:
+    session = open_session({"run_dir": str(tmp_path), "max_queue": 50, **QUIET})
+    session.log.flush()
+    with session.log._writing:  # the disk does not answer
+        for _ in range(100):
+            world.all_reduce(ones(1))
+        assert len(session.log.waiting) == 50
+        assert [item[0] for item in session.log.waiting if isinstance(item[0], str)] == ["form", "call"]
+        assert session.log.dropped == 51
+    session.log.flush()
+    session.close()
+    assert [call["number"] for call in calls(logs(tmp_path)[0])] == list(range(49))
+    (end,) = records(logs(tmp_path)[0], "end")[0]
+    assert (end["calls"], end["recorded"], end["dropped"]) == (100, 49, 51)
+
+
+def test_a_thread_that_gets_the_number_of_an_ended_one_is_itself(session: Session, world: Any, tmp_path: Path) -> None:
+    made, ended = [], []
+
+    def work() -> None:
+        made.append((threading.get_ident(), threading.get_native_id()))
+        world.all_reduce(ones(2))
+        world.all_reduce(ones(2))
+
+    for _ in range(20):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        ended.append(made[-1][0] not in hooks._threads)
+    assert ended == [True] * 20
+    assert len({ident for ident, _ in made}) < 20  # numbers did come again
+    session.close()
+    assert [call["tid"] for call in calls(logs(tmp_path)[0])] == [tid for _, tid in made for _ in range(2)]
 
 
 def test_observers_hear_of_steps_and_an_error_of_one_stays_inside(session: Session) -> None:

@@ -465,6 +465,29 @@ def test_a_rank_that_is_learnt_late_holds_for_every_call(imported: Imported, wri
     assert (summary.rank, [row["rank"] for row in rows["comm_record"]]) == (1, [1, 1])
 
 
+def test_short_records_are_calls_like_the_others(imported: Imported, write_log: Callable[..., Path]) -> None:
+    """A log of short records gives the rows that the same calls give in whole records; one without its form is odd."""
+    bits = ["bfloat16", 1024, 1024, "sum"]
+    whole = [
+        call(0, dtype="bfloat16", in_elems=1024, out_elems=1024, reduce_op="sum", seq=0, is_async=False),
+        call(1, dtype="bfloat16", in_elems=1024, out_elems=1024, reduce_op="sum", seq=1, is_async=True, coalesce=2),
+    ]
+    issued, returned, tid = (1 + record.CALL.index(name) for name in ("t_issue_ns", "t_issue_end_ns", "tid"))
+    group, op, method = (1 + record.CALL.index(name) for name in ("group", "op", "method"))
+    short = [["form", 7, whole[0][group], whole[0][op], whole[0][method]]]
+    for n, one in enumerate(whole):
+        block, is_async = (None, False) if n == 0 else (2, True)
+        step, place = one[returned + 1 : tid]
+        short.append([7, n, n, *bits, block, is_async, one[issued], one[returned], step, place, one[tid]])
+    _, expected = imported(path=write_log([*HEAD, *whole, end(2)], name="r00001-1.talog"))
+    summary, rows = imported(path=write_log([*HEAD, *short, end(2)], name="r00001-2.talog"))
+    assert (summary.status, len(rows["comm_record"])) == ("complete", 2)
+    assert rows["comm_record"] == expected["comm_record"]
+    path = write_log([*HEAD, *short[1:2], *short, end(2)], name="r00001-3.talog")
+    _, rows = imported(path=path)
+    assert (len(rows["comm_record"]), codes(rows)["odd_record"]) == (2, 1)
+
+
 def test_a_log_of_a_newer_layout_is_refused(imported: Imported, write_log: Callable[..., Path]) -> None:
     path = write_log([*HEAD])
     path.write_bytes(record.MAGIC[:-1] + b"\x09" + path.read_bytes()[len(record.MAGIC) :])

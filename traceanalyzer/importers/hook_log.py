@@ -225,6 +225,8 @@ class _Reader:
         elif kind == "issue" and len(values) >= 4:
             severity = values[0] if values[0] in schema.SEVERITIES else "warning"
             self.said[severity, str(values[1]), str(values[2])] += _whole(values[3]) or 1
+        elif type(kind) is int:  # a call in short, the form of which is not there
+            self._odd("call", item)
         elif kind in (*("group", "place", "span", "metric", "run", "job", "end", "window", "issue"), "experts", "rows"):
             self._odd(str(kind), item)
         else:

@@ -60,10 +60,12 @@ class Settings:
 _EXPERTS = {"num_moe_experts": 4, "expert_model_parallel_size": 2}
 _TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _PP2 = {"pipeline_model_parallel_size": 2, "num_microbatches": 4}
+_WIDE = {"hidden_size": 512, "num_attention_heads": 8, "seq_length": 256}
 _DISTRIBUTED = {"use_distributed_optimizer": True}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tp2_sp": {**_TP2},
+    "tp2_sp_wide": {**_TP2, **_WIDE},
     "tp2_sp_recompute": {**_TP2, "recompute_granularity": "full"},
     "pp2": {**_PP2},
     "pp2_interleaved": {**_PP2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True},

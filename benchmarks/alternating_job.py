@@ -1,0 +1,122 @@
+"""The job of bench_collectors.py: real megatron-core steps, with the collector taken away and put there while it runs.
+
+    torchrun --nproc-per-node 2 benchmarks/alternating_job.py CONFIGURATION FOLDER [--cycles N] [--steps N]
+
+A cycle has a block of steps for each way (``without``, ``dormant``, ``hooks``), in an order drawn anew for each cycle, the
+same one on every rank; the first steps of a block are left out. Leaves ``rank<r>.json`` in FOLDER: for each way a list
+with, per cycle, medians over its steps in seconds: the wall time, the CPU time of the thread that trains, and (a mean) the CPU
+time of the collector's own threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration" / "jobs"))
+
+import cpu  # noqa: E402 - lies beside the job
+import megatron_job  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from traceanalyzer.collectors.session import Session, open_session  # noqa: E402
+
+WAYS = ("without", "dormant", "hooks")
+
+
+def stepper(settings: megatron_job.Settings) -> Callable[[], None]:
+    """What makes one step of the job."""
+    import megatron.core.distributed as distributed
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks, optimizer, config = megatron_job.build(settings)
+    data = megatron_job.Data(settings)
+
+    def step() -> None:
+        # a job that was started with the collector has its function here
+        config.finalize_model_grads_func = distributed.finalize_model_grads
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=megatron_job.forward_step,
+            data_iterator=iter(data),
+            model=chunks[0],
+            num_microbatches=settings.num_microbatches,
+            seq_length=settings.seq_length,
+            micro_batch_size=settings.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+
+    return step
+
+
+def own_threads_s() -> float:
+    """CPU time that the collector's threads have used, s."""
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident)
+        for thread in threading.enumerate()
+        if thread.name.startswith("traceanalyzer") and thread.ident is not None
+    ]
+    return sum(map(time.clock_gettime, clocks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("configuration", choices=megatron_job.CONFIGURATIONS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=6, help="of a block, that count")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(99)
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cpu.before_import()
+    dist.init_process_group("gloo")
+    step = stepper(megatron_job.Settings(**megatron_job.CONFIGURATIONS[options.configuration]))
+    draw = random.Random(7)
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    for _ in range(10):
+        step()
+    for cycle in range(options.cycles):
+        for way in draw.sample(WAYS, len(WAYS)):
+            session: Session | None = None
+            if way != "without":
+                config: dict[str, Any] = {"run_dir": str(options.folder / f"{cycle}-{way}"), "profile_ranks": []}
+                session = open_session({**config, "dormant": way == "dormant"})
+            for _ in range(2):
+                step()
+            dist.barrier()
+            wall, trained = [], []
+            own = own_threads_s()
+            for _ in range(options.steps):
+                begin, used = time.perf_counter(), time.thread_time()
+                step()
+                wall.append(time.perf_counter() - begin)
+                trained.append(time.thread_time() - used)
+            own = (own_threads_s() - own) / options.steps
+            if session is not None:
+                assert session.on == (way == "hooks"), "the collector did not do what it was asked for"
+                session.close()
+            found[way].append((statistics.median(wall), statistics.median(trained), own))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
