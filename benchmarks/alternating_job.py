@@ -1,11 +1,14 @@
 """The job of bench_collectors.py: real megatron-core steps, with the collector taken away and put there while it runs.
 
     torchrun --nproc-per-node 2 benchmarks/alternating_job.py CONFIGURATION FOLDER [--cycles N] [--steps N]
+    python benchmarks/alternating_job.py CONFIGURATION FOLDER --fake
+
+--fake: rank 0 alone, on torch's fake backend: the same calls, which move nothing and wait for nobody.
 
 A cycle has a block of steps for each way (``without``, ``dormant``, ``hooks``), in an order drawn anew for each cycle, the
-same one on every rank; the first steps of a block are left out. Leaves ``rank<r>.json`` in FOLDER: for each way a list
-with, per cycle, medians over its steps in seconds: the wall time, the CPU time of the thread that trains, and (a mean) the CPU
-time of the collector's own threads.
+same one on every rank; the first two steps of a block are left out. Leaves ``rank<r>.json`` in FOLDER: for each way a list
+with, per cycle, in seconds a step: the median wall time, the median CPU time of the thread that trains, and the mean CPU time
+of the collector's own threads.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration" / "jobs"))
 
-import cpu  # noqa: E402 - lies beside the job
-import megatron_job  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import cpu
+import megatron_job
+import torch
+import torch.distributed as dist
 
-from traceanalyzer.collectors.session import Session, open_session  # noqa: E402
+from traceanalyzer.collectors.session import Session, open_session
 
 WAYS = ("without", "dormant", "hooks")
 
@@ -79,14 +82,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--steps", type=int, default=6, help="of a block, that count")
+    parser.add_argument("--fake", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(99)
     logging.disable(logging.WARNING)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu.before_import()
-    dist.init_process_group("gloo")
-    step = stepper(megatron_job.Settings(**megatron_job.CONFIGURATIONS[options.configuration]))
+    settings = megatron_job.Settings(**megatron_job.CONFIGURATIONS[options.configuration])
+    if options.fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(settings.world_size)}
+        dist.init_process_group("fake", rank=0, world_size=settings.world_size, store=FakeStore())
+    else:
+        dist.init_process_group("gloo")
+    step = stepper(settings)
     draw = random.Random(7)
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(10):

@@ -1,12 +1,19 @@
-"""What the collector costs a whole step of a real megatron-core job: paired short runs, ratios of medians.
+"""What the collector costs a whole step of a real megatron-core job, by comparison inside of one job and between jobs.
 
-    python benchmarks/bench_collectors.py [--rounds 5] [--steps 40] [--configuration tp2_sp]
+    make bench
+    python benchmarks/bench_collectors.py [--cycles 30] [--rounds 3]
 
-Each round runs the job without the collector, with a dormant one, with hooks and marks, and with a window of torch.profiler
-on both ranks besides, in an order that changes from round to round, so that a slow minute of the machine hits all of them.
-Steps 0 to 4 and the last one are left out; a run gives the median of the others, a round the ratios to its own run
-without the collector. Printed: the median of the rounds' ratios, and the least and greatest of them. Needs torch and
-megatron-core, no GPU; two processes.
+First, on torch's fake backend, where nothing waits for anybody: the CPU time that a dormant collector and hooks with marks
+add to the thread that trains, and that the collector's own threads take, per step. One job is measured, with the collector
+taken away and put there block by block of its steps (alternating_job.py); the interval is the one of the median of the
+cycles' differences, by bootstrap.
+
+Then, on gloo with two processes, the wall time of a step in the same way, for a job of short steps and for one whose layers
+are wider, which makes the same calls: what was found first is set against it. Last, pairs of jobs with hooks alone and with
+a window of torch.profiler on both ranks besides: the profiler's own share.
+
+The exit code is 1 if hooks take 1 % or more of the wider job's step, or if a dormant collector makes its steps longer by
+more than its interval explains. Needs torch and megatron-core, no GPU.
 """
 
 from __future__ import annotations
@@ -14,64 +21,113 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from traceanalyzer.collectors import launch
 
+ALTERNATING = Path(__file__).with_name("alternating_job.py")
 JOB = Path(__file__).resolve().parents[1] / "tests" / "integration" / "jobs" / "megatron_job.py"
+SHORT, WIDE = "tp2_sp", "tp2_sp_wide"
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LIMIT = 0.01
 WARM = 5
-WAYS = ("without", "dormant", "hooks", "profiler")
+
+Found = dict[str, list[list[float]]]
+"""Way -> per cycle [wall, CPU of the thread that trains, CPU of the collector's threads], seconds a step."""
 
 
-def step_ms(way: str, configuration: str, steps: int) -> float:
-    """Median duration of a step on rank 0, ms."""
+def alternating(configuration: str, cycles: int, steps: int, *, fake: bool) -> Found:
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        window = [WARM, steps - 2] if way == "profiler" else None
-        ranks = None if way == "profiler" else []
-        settings = launch.config(steps=window, profile_ranks=ranks, dormant=way == "dormant", keep_raw=False)
-        if way != "without":
-            env = launch.environment(Path(folder, "run.d"), settings, env)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        start = [sys.executable] if fake else TORCHRUN
+        job = [str(ALTERNATING), configuration, folder, "--cycles", str(cycles), "--steps", str(steps)]
         subprocess.run(
-            [*torchrun, str(JOB), configuration, folder, "--steps", str(steps)],
+            [*start, *job, *(["--fake"] if fake else [])], env=ENV, check=True, capture_output=True, timeout=1800
+        )
+        found: Found = json.loads(Path(folder, "rank0.json").read_text())
+        return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, bounds of the interval that holds it in 95 of 100 samples drawn from these values)."""
+    draw = random.Random(5)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.median(values), medians[50], medians[1949]
+
+
+def differences(found: Found, way: str, what: int) -> list[float]:
+    return [a[what] - b[what] for a, b in zip(found[way], found["without"], strict=True)]
+
+
+def ratios(found: Found, way: str) -> list[float]:
+    return [a[0] / b[0] for a, b in zip(found[way], found["without"], strict=True)]
+
+
+def profiled_ms(profiler: bool, steps: int = 40) -> float:
+    """Median duration of a step of the short job on rank 0, ms; with hooks and marks."""
+    with tempfile.TemporaryDirectory(prefix="bench") as folder:
+        window = [WARM, steps - 2] if profiler else None
+        settings = launch.config(steps=window, profile_ranks=None if profiler else [], keep_raw=False)
+        env = launch.environment(Path(folder, "run.d"), settings, ENV)
+        subprocess.run(
+            [*TORCHRUN, str(JOB), SHORT, folder, "--steps", str(steps)],
             env=env,
             check=True,
             capture_output=True,
             timeout=600,
         )
+        if not launch.logs(Path(folder, "run.d")):
+            raise SystemExit("no log: the collector was not there")
         times = json.loads(Path(folder, "rank0.json").read_text())["step_seconds"]
-        if way != "without" and not launch.logs(Path(folder, "run.d")):
-            raise SystemExit(f"{way}: no log, the collector was not there")
     return statistics.median(times[WARM + 1 : -1]) * 1e3
 
 
-def main() -> None:
+def main() -> int:
+    """0: within the limits. 1: not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--configuration", default="tp2_sp")
+    parser.add_argument("--cycles", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    ratios: dict[str, list[float]] = {way: [] for way in WAYS}
-    without: list[float] = []
-    for number in range(options.rounds):
-        turn = number % len(WAYS)
-        found = {way: step_ms(way, options.configuration, options.steps) for way in (*WAYS[turn:], *WAYS[:turn])}
-        without.append(found["without"])
-        print(f"  round {number}: " + ", ".join(f"{way} {found[way]:.1f} ms" for way in WAYS), flush=True)
-        for way in WAYS:
-            ratios[way].append(found[way] / found["without"])
-    spread = (max(without) - min(without)) / statistics.median(without)
-    print(f"{options.configuration}: {statistics.median(without):.1f} ms a step without the collector, ", end="")
-    print(f"its own spread over {options.rounds} rounds {spread:.1%}")
-    for way in WAYS[1:]:
-        values = sorted(ratios[way])
-        print(f"  {way:<9} x{statistics.median(values):.3f}   ({values[0]:.3f} to {values[-1]:.3f})")
+    failed = False
+
+    found = alternating(SHORT, options.cycles, 60, fake=True)
+    step_ms = statistics.median(c[1] for c in found["without"]) * 1e3
+    print(f"{SHORT} on the fake backend: {step_ms:.2f} ms of CPU a step; added")
+    added_ms: dict[str, float] = {}
+    for way in ("dormant", "hooks"):
+        middle, low, high = (1e3 * value for value in interval(differences(found, way, 1)))
+        own = statistics.median(c[2] for c in found[way]) * 1e3
+        added_ms[way] = middle + own
+        print(
+            f"  {way:<9}{middle:+.2f} ms ({low:+.2f} to {high:+.2f}), and {own:.2f} ms in the collector's threads",
+            flush=True,
+        )
+
+    for configuration, steps in ((SHORT, 15), (WIDE, 5)):
+        found = alternating(configuration, options.cycles, steps, fake=False)
+        wall_ms = statistics.median(c[0] for c in found["without"]) * 1e3
+        print(f"{configuration} on gloo: {wall_ms:.1f} ms a step")
+        for way in ("dormant", "hooks"):
+            middle, low, high = interval(ratios(found, way))
+            share = added_ms[way] / wall_ms
+            over = configuration == WIDE and (share >= LIMIT if way == "hooks" else low > 1)
+            failed = failed or over
+            print(
+                f"  {way:<9}CPU {share:.2%} of a step; wall x{middle:.3f} ({low:.3f} to {high:.3f}){' OVER' * over}",
+                flush=True,
+            )
+
+    pairs = [(profiled_ms(False), profiled_ms(True)) for _ in range(options.rounds)]
+    shares = sorted(b / a for a, b in pairs)
+    print(f"{SHORT}, profiler beside hooks: x{statistics.median(shares):.3f} ({shares[0]:.3f} to {shares[-1]:.3f})")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -524,6 +524,8 @@ class _Marks:
         self.log: Any = None
         self.labels: dict[int, tuple[weakref.ref[Any], Label]] = {}  # by id of the module: faster than by weak key
         self.replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood in its dict, ours
+        self.inside: list[tuple[Any, str, Any, Any]] = []  # the same, of what is replaced while calls are recorded
+        self.inside_on = False
         self.classes: set[Any] = set()
         self.done: set[str] = set()
         self.hooked: dict[str, int] = {}
@@ -651,6 +653,7 @@ class _Marks:
             state.step = number
             self.next_step = number + 1
             self.session.step_begins(number)
+            self.sync()
             if state.on:
                 self.take_log()
                 self.say_job()
@@ -1089,7 +1092,7 @@ class _Marks:
         """Wraps ``__call__``, which encloses the hooks of a module, on the class, once in its line of bases."""
         if self.classes.isdisjoint(cls.__mro__):
             self.classes.add(cls)
-            self.put(cls, "__call__", self.wrap_module(cls.__call__))
+            self.put_inside(cls, "__call__", self.wrap_module(cls.__call__))
 
     def nested(self, before: Place, label: Label) -> Place:
         """The place of a module that is called at ``before``."""
@@ -1236,8 +1239,8 @@ class _Marks:
                 self.now = before
                 state.place = before.number
 
-        self.put(cls, "forward", staticmethod(forward_wrapper))
-        self.put(cls, "backward", staticmethod(backward_wrapper))
+        self.put_inside(cls, "forward", staticmethod(forward_wrapper))
+        self.put_inside(cls, "backward", staticmethod(backward_wrapper))
         self.hooked["functions"] = self.hooked.get("functions", 0) + 1
 
     # -- jobs without Megatron
@@ -1368,6 +1371,35 @@ class _Marks:
         self.replaced.append((owner, name, vars(owner).get(name), ours))
         setattr(owner, name, ours)
 
+    def put_inside(self, owner: Any, name: str, ours: Any) -> None:
+        """Replaces what is looked up anew in each step, and called often there: only while calls are recorded."""
+        self.inside.append((owner, name, vars(owner).get(name), ours))
+        if self.inside_on:
+            setattr(owner, name, ours)
+
+    def sync(self) -> None:
+        """To be called after ``state.on`` has changed, and where a step begins."""
+        on = bool(state.on)
+        if on == self.inside_on:
+            return
+        self.inside_on = on
+        if not on:
+            self.put_back(self.inside)
+            return
+        for owner, name, original, ours in self.inside:
+            if vars(owner).get(name) is original:  # else ours is there, under somebody else's
+                setattr(owner, name, ours)
+
+    @staticmethod
+    def put_back(replaced: list[tuple[Any, str, Any, Any]]) -> None:
+        for owner, name, original, ours in reversed(replaced):
+            with contextlib.suppress(Exception):
+                if vars(owner).get(name) is ours:
+                    if original is None:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, original)
+
     def take(self) -> None:
         """Puts everything back. What somebody replaced over ours is left, and ours under it passes through."""
         self.active = False
@@ -1375,13 +1407,9 @@ class _Marks:
         for handle in self.handles:
             with contextlib.suppress(Exception):
                 handle.remove()
-        for owner, name, original, ours in reversed(self.replaced):
-            with contextlib.suppress(Exception):
-                if vars(owner).get(name) is ours:
-                    if original is None:
-                        delattr(owner, name)
-                    else:
-                        setattr(owner, name, original)
+        self.put_back(self.inside)
+        self.put_back(self.replaced)
+        self.inside.clear()
         self.replaced.clear()
 
     def arrived(self, module_name: str, executed: bool) -> None:
@@ -1463,6 +1491,7 @@ def install(session: Session) -> str:
     with _lock:
         if _marks is None:
             _marks = _Marks(session)
+            _marks.sync()
         marks = _marks
         marks.session = session
     for name in WATCHED:
@@ -1478,6 +1507,16 @@ def hooked() -> str:
     if not marks.hooked:
         return "marks: nothing imported yet"
     return "marks: " + ", ".join(f"{count} in {name}" for name, count in sorted(marks.hooked.items()))
+
+
+def switched() -> None:
+    """To be called after ``state.on`` has changed. Never raises."""
+    marks = _marks
+    if marks is not None:
+        try:
+            marks.sync()
+        except Exception as error:  # noqa: BLE001 - the job goes on without these marks
+            state.failed("marks.switched", error)
 
 
 def after_import(module_name: str) -> None:

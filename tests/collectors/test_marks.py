@@ -398,6 +398,7 @@ def counting(log: Places) -> Any:
         installed: Any = marks._marks
         installed.learn(marks._find(model))
         state.on, state.step = True, 5
+        marks.switched()
         before = len(log.records)
         for _ in range(2):
             model[0](torch.empty(9, 1, device=device), counts)
@@ -529,6 +530,20 @@ def test_a_dormant_collector_keeps_no_place_and_counts_steps(log: Places) -> Non
     assert session.told == ["+0", "-0", "+1", "-1"]
     assert {visit[1:] for visit in visits} == {(None, None, None)}
     assert log.records == []
+    assert not any("__call__" in vars(type(module)) for module in model.blocks)
+    session.on = True  # armed: from the next step on
+    for on in (True, False):
+        model(torch.ones(1, 2)).sum().backward()
+        assert all("__call__" in vars(type(module)) for module in model.blocks)
+        session.on = on
+        optimizer.step()
+    model(torch.ones(1, 2)).sum().backward()
+    assert not any("__call__" in vars(type(module)) for module in model.blocks)
+    assert [visit for visit in visits if visit[0] is not None and visit[1] is not None] == [
+        (step, phase, 0, layer)
+        for step in (2, 3)
+        for phase, layer in [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+    ]
 
 
 def test_ranges_are_opened_while_marking_only(log: Places) -> None:
