@@ -18,6 +18,9 @@ sees them. ``want_dispatcher`` says that the job uses such a thing; ``after_impo
 Nothing here raises into the job. Importing this module imports no torch.
 """
 
+# What written_out binds where ``plain`` is true is bound where its record is made.
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import contextlib
@@ -190,11 +193,6 @@ def global_rank(ranks: list[int] | None, rank: Any) -> int | None:
     if not isinstance(rank, int) or ranks is None or not 0 <= rank < len(ranks):
         return None
     return ranks[rank]
-
-
-def _given(*args: Any) -> list[Any]:
-    """The arguments that were given."""
-    return [value for value in args if value is not _NOT_GIVEN]
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, names: tuple[str, ...]) -> Any:
@@ -577,8 +575,7 @@ class Hook:
             if name in _WRITTEN_OUT:
                 kind.forms = {}
                 self.short.append(kind)
-                written_out = self.in_place if METHODS[name][1] == _IN_PLACE else self.from_to
-                wrapper = written_out(kind, kind.forms, call, wrapper)
+                wrapper = self.written_out(kind, kind.forms, call, wrapper)
         return functools.wraps(call)(wrapper)
 
     # -- around a call ---------------------------------------------------------------------------------------------
@@ -640,94 +637,30 @@ class Hook:
 
         return wrapper
 
-    # What ``around`` does, written out for a record without a range and the most frequent forms of calls: each is one
-    # function that makes one short record, as every instruction is felt where a backend's threads have emptied the caches.
-    # Whatever looks different goes the way of ``otherwise``, which is ``around``. What is bound where ``plain`` is true, is
-    # bound where the record is made.
-
-    def in_place(
+    def written_out(
         self,
         kind: Kind,
         forms: dict[int, Form],
         call: Callable[..., Any],
         otherwise: Callable[..., Any],
     ) -> Callable[..., Any]:
-        """For calls with (group, [tensor], options)."""
+        """What ``around`` does, written out for a record without a range and the most frequent forms of calls.
+
+        These are (group, [tensor], options) and (group, output, input, options). It is one function that makes one short
+        record, as every instruction is felt where a backend's threads have emptied the caches. Whatever looks different goes
+        the way of ``otherwise``, which is ``around``.
+        """
         threads, ident, switches, hook, now = _threads, threading.get_ident, state, self, time.time_ns
         flags = self.flags
         method, reductions, dtypes = kind.method, self.reductions, _dtypes
         names, by_hash, total = reductions.names, reductions.by_hash, reductions.total
-
-        def wrapper(
-            pg: Any = _NOT_GIVEN, tensors: Any = _NOT_GIVEN, options: Any = _NOT_GIVEN, /, *rest: Any, **named: Any
-        ) -> Any:
-            plain = False
-            try:
-                log, waiting, group, form, next_call, next_seq = forms[id(pg)]
-                me = threads[ident()]
-                if not (
-                    log is not switches.log
-                    or me.inside
-                    or rest
-                    or named
-                    or switches.marking
-                    or flags._is_profiler_enabled
-                ):
-                    (tensor,) = tensors
-                    dtype, elements = dtypes[tensor.dtype], tensor.numel()
-                    is_async = options.asyncOp
-                    latest, reduction = reductions.latest
-                    if latest is options and reduction is total:
-                        reduction = "sum"
-                    elif latest is not options or (reduction := names.get(id(reduction))) is None:
-                        reduction = by_hash[hash(options.reduceOp)]
-                    step, place, block = switches.step, switches.place, group.block
-                    if switches.on:
-                        number, seq = next_call(), next_seq()
-                        plain = True
-            except Exception:  # noqa: BLE001 - another form of the call, or an error: the general way tells
-                plain = False
-            if not plain:
-                return otherwise(*_given(pg, tensors, options), *rest, **named)
-            start = now()
-            me.inside = True  # pyright: ignore[reportPossiblyUnboundVariable]
-            try:
-                return call(pg, tensors, options)
-            except BaseException as error:
-                hook.raised(method, error)
-                raise
-            finally:
-                me.inside = False  # pyright: ignore[reportPossiblyUnboundVariable]
-                # fmt: off
-                if len(waiting) < log.max_queue:  # pyright: ignore[reportPossiblyUnboundVariable]
-                    waiting.append((form, number, seq, dtype, elements, elements, reduction,  # pyright: ignore[reportPossiblyUnboundVariable]
-                            block, is_async, start, now(), step, place,  # pyright: ignore[reportPossiblyUnboundVariable]
-                            me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
-                else:
-                    log.dropped += 1  # pyright: ignore[reportPossiblyUnboundVariable]
-                # fmt: on
-
-        return wrapper
-
-    def from_to(
-        self,
-        kind: Kind,
-        forms: dict[int, Form],
-        call: Callable[..., Any],
-        otherwise: Callable[..., Any],
-    ) -> Callable[..., Any]:
-        """For calls with (group, output, input, options)."""
-        threads, ident, switches, hook, now = _threads, threading.get_ident, state, self, time.time_ns
-        flags = self.flags
-        method, reductions, dtypes = kind.method, self.reductions, _dtypes
-        names, by_hash, total = reductions.names, reductions.by_hash, reductions.total
-        reducing = kind.op in REDUCING
+        in_place, reducing = METHODS[method][1] == _IN_PLACE, kind.op in REDUCING
 
         def wrapper(
             pg: Any = _NOT_GIVEN,
-            target: Any = _NOT_GIVEN,
-            source: Any = _NOT_GIVEN,
-            options: Any = _NOT_GIVEN,
+            first: Any = _NOT_GIVEN,
+            second: Any = _NOT_GIVEN,
+            third: Any = _NOT_GIVEN,
             /,
             *rest: Any,
             **named: Any,
@@ -744,8 +677,15 @@ class Hook:
                     or switches.marking
                     or flags._is_profiler_enabled
                 ):
-                    dtype = target.dtype
-                    got, given = target.numel(), source.numel()
+                    if in_place:
+                        (tensor,) = first
+                        options = second
+                        given = got = tensor.numel()
+                        same = third is _NOT_GIVEN
+                    else:
+                        tensor, options = first, third
+                        got, given = tensor.numel(), second.numel()
+                        same = second.dtype is tensor.dtype
                     is_async = options.asyncOp
                     reduction = None
                     if reducing:
@@ -754,32 +694,45 @@ class Hook:
                             reduction = "sum"
                         elif latest is not options or (reduction := names.get(id(reduction))) is None:
                             reduction = by_hash[hash(options.reduceOp)]
-                    step, place, block = switches.step, switches.place, group.block
-                    if switches.on and source.dtype is dtype:
-                        dtype = dtypes[dtype]
+                    dtype, step, place, block = dtypes[tensor.dtype], switches.step, switches.place, group.block
+                    if switches.on and same:
                         number, seq = next_call(), next_seq()
                         plain = True
             except Exception:  # noqa: BLE001 - another form of the call, or an error: the general way tells
                 plain = False
             if not plain:
-                return otherwise(*_given(pg, target, source, options), *rest, **named)
+                given_ones = [value for value in (pg, first, second, third) if value is not _NOT_GIVEN]
+                return otherwise(*given_ones, *rest, **named)
             start = now()
-            me.inside = True  # pyright: ignore[reportPossiblyUnboundVariable]
+            me.inside = True
             try:
-                return call(pg, target, source, options)
+                return call(pg, first, second) if in_place else call(pg, first, second, third)
             except BaseException as error:
                 hook.raised(method, error)
                 raise
             finally:
-                me.inside = False  # pyright: ignore[reportPossiblyUnboundVariable]
-                # fmt: off
-                if len(waiting) < log.max_queue:  # pyright: ignore[reportPossiblyUnboundVariable]
-                    waiting.append((form, number, seq, dtype, given, got, reduction,  # pyright: ignore[reportPossiblyUnboundVariable]
-                            block, is_async, start, now(), step, place,  # pyright: ignore[reportPossiblyUnboundVariable]
-                            me.tid))  # pyright: ignore[reportPossiblyUnboundVariable]
+                me.inside = False
+                if len(waiting) < log.max_queue:
+                    waiting.append(
+                        (
+                            form,
+                            number,
+                            seq,
+                            dtype,
+                            given,
+                            got,
+                            reduction,
+                            block,
+                            is_async,
+                            start,
+                            now(),
+                            step,
+                            place,
+                            me.tid,
+                        )
+                    )
                 else:
-                    log.dropped += 1  # pyright: ignore[reportPossiblyUnboundVariable]
-                # fmt: on
+                    log.dropped += 1
 
         return wrapper
 
