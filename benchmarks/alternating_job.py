@@ -14,56 +14,23 @@ of the collector's own threads.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import random
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration" / "jobs"))
 
-import cpu
 import megatron_job
-import torch
 import torch.distributed as dist
 
 from traceanalyzer.collectors.session import Session, open_session
 
 WAYS = ("without", "dormant", "hooks")
-
-
-def stepper(settings: megatron_job.Settings) -> Callable[[], None]:
-    """What makes one step of the job."""
-    import megatron.core.distributed as distributed
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    chunks, optimizer, config = megatron_job.build(settings)
-    data = megatron_job.Data(settings)
-
-    def step() -> None:
-        # a job that was started with the collector has its function here
-        config.finalize_model_grads_func = distributed.finalize_model_grads
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=megatron_job.forward_step,
-            data_iterator=iter(data),
-            model=chunks[0],
-            num_microbatches=settings.num_microbatches,
-            seq_length=settings.seq_length,
-            micro_batch_size=settings.micro_batch_size,
-            forward_only=False,
-        )
-        optimizer.step()
-
-    return step
 
 
 def own_threads_s() -> float:
@@ -84,11 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of a block, that count")
     parser.add_argument("--fake", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(99)
-    logging.disable(logging.WARNING)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cpu.before_import()
+    megatron_job.prepare()
     settings = megatron_job.Settings(**megatron_job.CONFIGURATIONS[options.configuration])
     if options.fake:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -97,7 +60,14 @@ def main() -> None:
         dist.init_process_group("fake", rank=0, world_size=settings.world_size, store=FakeStore())
     else:
         dist.init_process_group("gloo")
-    step = stepper(settings)
+    training = megatron_job.Training(settings)
+    import megatron.core.distributed as distributed
+
+    def step() -> None:
+        # a job that was started with the collector has its function here
+        training.config.finalize_model_grads_func = distributed.finalize_model_grads
+        training.step()
+
     draw = random.Random(7)
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(10):
@@ -123,10 +93,7 @@ def main() -> None:
                 assert session.on == (way == "hooks"), "the collector did not do what it was asked for"
                 session.close()
             found[way].append((statistics.median(wall), statistics.median(trained), own))
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    megatron_job.leave(found, options.folder)
 
 
 if __name__ == "__main__":

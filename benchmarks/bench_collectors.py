@@ -61,8 +61,8 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), medians[50], medians[1949]
 
 
-def differences(found: Found, way: str, what: int) -> list[float]:
-    return [a[what] - b[what] for a, b in zip(found[way], found["without"], strict=True)]
+def added_cpu(found: Found, way: str) -> list[float]:
+    return [a[1] - b[1] for a, b in zip(found[way], found["without"], strict=True)]
 
 
 def ratios(found: Found, way: str) -> list[float]:
@@ -101,7 +101,7 @@ def main() -> int:
     print(f"{SHORT} on the fake backend: {step_ms:.2f} ms of CPU a step; added")
     added_ms: dict[str, float] = {}
     for way in ("dormant", "hooks"):
-        middle, low, high = (1e3 * value for value in interval(differences(found, way, 1)))
+        middle, low, high = (1e3 * value for value in interval(added_cpu(found, way)))
         own = statistics.median(c[2] for c in found[way]) * 1e3
         added_ms[way] = middle + own
         print(

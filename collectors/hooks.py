@@ -509,8 +509,8 @@ class Hook:
         self.always = bool(os.environ.get("KINETO_USE_DAEMON"))
         self.lock = threading.Lock()
         self.groups: dict[int, Group] = {}
-        self.short: list[Kind] = []
-        """Kinds with short records."""
+        self.forms: list[dict[int, Form]] = []
+        """What the kinds with short records know."""
         self.counters: dict[tuple[Any, ...], tuple[Callable[[], int], Callable[[], int]]] = {}
         self.orphans: dict[tuple[Any, ...], Group] = {}
         self.next_group = itertools.count().__next__
@@ -541,11 +541,15 @@ class Hook:
             self.reductions.unwatch()
 
     def put(self) -> None:
-        """Replaces the methods. An error leaves those that were replaced to take()."""
-        for name, (_, wrapper) in self.wrappers.items():
-            if name not in self.there:
-                setattr(self.cls, name, wrapper)
-                self.there.add(name)
+        """Replaces the methods, all of them or, with an error, none."""
+        try:
+            for name, (_, wrapper) in self.wrappers.items():
+                if name not in self.there:
+                    setattr(self.cls, name, wrapper)
+                    self.there.add(name)
+        except BaseException:
+            self.take()
+            raise
 
     def take(self) -> None:
         """Puts the methods back. One that somebody replaced over ours is left, and ours under it passes through."""
@@ -554,13 +558,6 @@ class Hook:
             if self.cls.__dict__.get(name) is wrapper:
                 setattr(self.cls, name, original)
                 self.there.discard(name)
-
-    def end(self) -> None:
-        """Nobody uses it any more."""
-        self.naming = self.session = False
-        self.forget()
-        self.reductions.unwatch()
-        self.take()
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function that takes the place of a method."""
@@ -572,9 +569,9 @@ class Hook:
         else:
             kind = _kind(name, self.reductions)
             wrapper = self.around(kind, call)
-            if name in _WRITTEN_OUT:
+            if name in _WRITTEN_OUT and not self.always:  # each call has a range where a daemon may record
                 kind.forms = {}
-                self.short.append(kind)
+                self.forms.append(kind.forms)
                 wrapper = self.written_out(kind, kind.forms, call, wrapper)
         return functools.wraps(call)(wrapper)
 
@@ -738,7 +735,7 @@ class Hook:
 
     def form(self, kind: Kind, forms: dict[int, Form], pg: Any, group: Group, log: Any) -> None:
         """Tells the log how calls of a kind look in a group; from then on they get short records."""
-        if group.tries or self.always:
+        if group.tries:
             return
         number = _next_form()
         if log.put(["form", number, group.number, kind.op, kind.method]):
@@ -746,12 +743,11 @@ class Hook:
 
     def forget(self, key: int | None = None) -> None:
         """The next calls in a group (in all groups) get whole records again."""
-        for kind in self.short:
-            if kind.forms is not None:
-                if key is None:
-                    kind.forms.clear()
-                else:
-                    kind.forms.pop(key, None)
+        for forms in self.forms:
+            if key is None:
+                forms.clear()
+            else:
+                forms.pop(key, None)
 
     def open(self, kind: Kind, group: Group, record: list[Any]) -> Any:
         scope = self.range(f"ta:{kind.op}", [], arguments(record, {**group.identity}))
@@ -809,7 +805,7 @@ class Hook:
         return wrapper
 
     def recording(self) -> bool:
-        """Whether a profiler may be recording this thread."""
+        """Whether a profiler may be recording."""
         return bool(state.marking or self.flags._is_profiler_enabled or self.always)
 
     def failed(self, error: Exception, where: str) -> None:
@@ -985,11 +981,10 @@ def release() -> None:
     """Puts the methods back if nobody uses them."""
     global _hook
     with _lock:
-        if _hook is not None and not _hook.naming and not _hook.session:
-            _hook.end()
-            _hook = None
-        elif _hook is not None:
+        if _hook is not None:
             _hook.sync()
+            if not _hook.naming and not _hook.session:
+                _hook = None
 
 
 def say_groups() -> None:
@@ -1024,7 +1019,10 @@ on_group: list[Callable[[], None]] = []
 
 
 def switched() -> None:
-    """To be called after ``state.on`` has changed, outside of calls. Never raises."""
+    """To be called after ``state.on`` has changed, outside of calls: what is there while calls are recorded comes or goes.
+
+    Never raises.
+    """
     try:
         if _hook is not None:
             _hook.sync()
@@ -1033,6 +1031,9 @@ def switched() -> None:
     dispatcher = sys.modules.get("traceanalyzer.collectors.dispatch")
     if dispatcher is not None:
         dispatcher.sync()
+    marks = sys.modules.get("traceanalyzer.collectors.marks")
+    if marks is not None:
+        marks.sync()
 
 
 def want_dispatcher(reason: str) -> bool:

@@ -653,7 +653,6 @@ class _Marks:
             state.step = number
             self.next_step = number + 1
             self.session.step_begins(number)
-            self.sync()
             if state.on:
                 self.take_log()
                 self.say_job()
@@ -1120,9 +1119,7 @@ class _Marks:
                 self.now = place
                 state.place = place.number
                 if layer:
-                    if state.marking:
-                        scope = self.open(f"layer {place.key.layer}")
-                    start_ns = time.time_ns()
+                    scope, start_ns = self.open(f"layer {place.key.layer}"), time.time_ns()
                 elif label.experts is not None:
                     self.say_rows(label.experts, args, kwargs, place.number)
             except Exception as error:  # noqa: BLE001 - the job goes on
@@ -1131,8 +1128,7 @@ class _Marks:
                 out = call(module, *args, **kwargs)
             finally:
                 if layer:
-                    if scope is not None:
-                        self.close(scope)
+                    self.close(scope)
                     self.span("layer", f"layer {place.key.layer}", start_ns, place.number)
                 self.now = before
                 state.place = before.number
@@ -1378,7 +1374,7 @@ class _Marks:
             setattr(owner, name, ours)
 
     def sync(self) -> None:
-        """To be called after ``state.on`` has changed, and where a step begins."""
+        """Puts what is replaced while calls are recorded in its place, or what it replaced back."""
         on = bool(state.on)
         if on == self.inside_on:
             return
@@ -1509,14 +1505,14 @@ def hooked() -> str:
     return "marks: " + ", ".join(f"{count} in {name}" for name, count in sorted(marks.hooked.items()))
 
 
-def switched() -> None:
-    """To be called after ``state.on`` has changed. Never raises."""
+def sync() -> None:
+    """Has the marks inside of steps there while calls are recorded; hooks.switched() calls it. Never raises."""
     marks = _marks
     if marks is not None:
         try:
             marks.sync()
         except Exception as error:  # noqa: BLE001 - the job goes on without these marks
-            state.failed("marks.switched", error)
+            state.failed("marks.sync", error)
 
 
 def after_import(module_name: str) -> None:

@@ -235,14 +235,14 @@ class Session:
             return
         self.learn_rank()
         state.on = True
-        _switched()
+        hooks.switched()
         if self.rank is not None:
             hooks.say_groups()
 
     def deactivate(self) -> None:
-        """Records no call from now on; hooks stay and cost next to nothing. Never raises."""
+        """Records no call from now on: torch's methods are its own again. Never raises."""
         state.on = False
-        _switched()
+        hooks.switched()
 
     def step_begins(self, step: int) -> None:
         """A step begins: marks say so, on the thread that runs the model. Never raises."""
@@ -250,7 +250,7 @@ class Session:
         if self.rank is None:
             self.learn_rank()
         elif state.disabled is not None:
-            _switched()  # what could not be taken away inside of a call
+            hooks.switched()  # what could not be taken away inside of a call
         for observer in self.observers:
             try:
                 observer.step_begins(step)
@@ -382,14 +382,6 @@ def _whole(text: str | None) -> int | None:
 _lock = threading.Lock()
 _session: Session | None = None
 _forks_known = False
-
-
-def _switched() -> None:
-    """Tells hooks and marks that ``state.on`` has changed. Never raises."""
-    hooks.switched()
-    marks = sys.modules.get("traceanalyzer.collectors.marks")
-    if marks is not None:
-        marks.switched()
 
 
 def current() -> Session | None:

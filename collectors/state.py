@@ -1,8 +1,9 @@
 """What the hooks ask on every call: whether to record, and where in the step the job is. One object per process.
 
-A wrapper around a call of the job reads ``state.on`` and, while it is False, does nothing else: that is the whole cost
-of a dormant collector. Attributes are plain, so that reading them costs one lookup; they are written at step boundaries
-and by marks, on the thread that runs the model. Calls from other threads (autograd's) see the same place.
+While ``state.on`` is False, torch's methods are its own (hooks.switched()), and what is left in the job, marks of schedules
+and steps, reads it and does little else: that is the whole cost of a dormant collector. Attributes are plain, so that
+reading them costs one lookup; they are written at step boundaries and by marks, on the thread that runs the model. Calls
+from other threads (autograd's) see the same place.
 
 Nothing here raises into the job: ``failed`` counts what went wrong, and after ``errors_allowed`` of them switches the
 collector off for good, with one line on stderr.

@@ -68,6 +68,7 @@ class Session:
     def step_begins(self, step: int) -> None:
         self.steps.append(("begins", step))
         state.on = True
+        marks.sync()
 
     def step_ends(self, step: int) -> None:
         self.steps.append(("ends", step))

@@ -285,6 +285,7 @@ class Session:
     def step_begins(self, step: int) -> None:
         self.told.append(f"+{step}")
         state.on, state.marking = self.on, self.marking
+        marks.sync()
 
     def step_ends(self, step: int) -> None:
         self.told.append(f"-{step}")
@@ -398,7 +399,7 @@ def counting(log: Places) -> Any:
         installed: Any = marks._marks
         installed.learn(marks._find(model))
         state.on, state.step = True, 5
-        marks.switched()
+        marks.sync()
         before = len(log.records)
         for _ in range(2):
             model[0](torch.empty(9, 1, device=device), counts)

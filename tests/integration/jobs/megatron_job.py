@@ -302,21 +302,21 @@ def count_routed(chunks: list[Any]) -> list[list[Any]]:
     return found
 
 
-def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
-    """``steps`` steps; ``seconds`` of sleep after each, for those who want to meet the job while it runs."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+class Training:
+    """A model, its optimizer and its data. ``step`` makes a step: what its micro-batches gave, and the gradients' norm."""
 
-    chunks, optimizer, _config = build(s)
-    routed = count_routed(chunks) if s.num_moe_experts else []
-    data = [Data(s) for _ in chunks]
-    losses: list[str | None] = []
-    norms: list[str] = []
-    times: list[float] = []
-    for _ in range(steps):
-        begin = time.perf_counter()
+    def __init__(self, s: Settings) -> None:
+        self.settings = s
+        self.chunks, self.optimizer, self.config = build(s)
+        self.data = [Data(s) for _ in self.chunks]
+
+    def step(self) -> tuple[list[Any], Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        s, chunks, data = self.settings, self.chunks, self.data
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(d) for d in data] if len(chunks) > 1 else iter(data[0]),
@@ -326,14 +326,44 @@ def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
             micro_batch_size=s.micro_batch_size,
             forward_only=False,
         )
-        _, norm, _ = optimizer.step()
+        _, norm, _ = self.optimizer.step()
+        return outputs, norm
+
+
+def train(s: Settings, steps: int, seconds: float) -> dict[str, Any]:
+    """``steps`` steps; ``seconds`` of sleep after each, for those who want to meet the job while it runs."""
+    training = Training(s)
+    routed = count_routed(training.chunks) if s.num_moe_experts else []
+    losses: list[str | None] = []
+    norms: list[str] = []
+    times: list[float] = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        outputs, norm = training.step()
         losses.append((sum(float(x["loss"]) for x in outputs) / len(outputs)).hex() if outputs else None)
         norms.append(float(norm).hex())
         times.append(time.perf_counter() - begin)
         if seconds:
             time.sleep(seconds)
-    found = {"losses": losses, "grad_norms": norms, "parameters": digest(chunks), "step_seconds": times}
+    found = {"losses": losses, "grad_norms": norms, "parameters": digest(training.chunks), "step_seconds": times}
     return found | {"routed": routed}
+
+
+def prepare() -> None:
+    """What comes before torch.distributed and megatron-core."""
+    torch.set_num_threads(1)
+    torch.manual_seed(99)
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cpu.before_import()
+
+
+def leave(found: dict[str, Any], folder: Path) -> None:
+    """Writes what a rank found, and ends its job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -347,19 +377,11 @@ def main() -> None:
     settings = Settings(**CONFIGURATIONS[options.configuration])
     if options.microbatches:
         settings = replace(settings, num_microbatches=options.microbatches)
-    torch.set_num_threads(1)
-    torch.manual_seed(99)
-    logging.disable(logging.WARNING)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cpu.before_import()
+    prepare()
     dist.init_process_group("gloo")
     if dist.get_world_size() != settings.world_size:
         raise SystemExit(f"{options.configuration} is a job of {settings.world_size} processes")
-    found = train(settings, options.steps, options.seconds)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(train(settings, options.steps, options.seconds), options.folder)
 
 
 if __name__ == "__main__":
